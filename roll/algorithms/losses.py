@@ -74,10 +74,10 @@ def policy(
         log_probs: log pi [b, T] with gradient, from logits divided by the sampling temperature.
         entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
         micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
-            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `one_pass`, where log p is log pi);
-            `ref_log_probs` with `use_kl_loss`; the three tensors [b, T, K] of `roll.algorithms.distillation` with
-            `opd_top_k`; `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with a
-            correction `correction_weights` and `correction_kept`, or in bypass mode and with `one_pass`
+            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `first_step`, where log p is
+            log pi); `ref_log_probs` with `use_kl_loss`; the three tensors [b, T, K] of `roll.algorithms.distillation`
+            with `opd_top_k`; `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with
+            a correction `correction_weights` and `correction_kept`, or in bypass mode and with `first_step`
             `behavior_log_probs`, from which they are computed here.
         scale: counts over the global batch.
         config: the variant and the coefficients.
@@ -89,15 +89,14 @@ def policy(
         `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
         above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); with
         `opd_top_k` `opd_loss` (aggregated like the loss, without its coefficient) and `teacher_top_k_mass` (mean
-        probability of the teacher's tokens); in bypass mode and with `one_pass` also the partial sums of the correction
-        metrics.
+        probability of the teacher's tokens); in bypass mode also the partial sums of the correction metrics.
 
     Raises:
         ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
         KeyError: the variant is unknown, or `micro` lacks a tensor.
     """
     mask = micro["response_mask"]
-    own = config.one_pass and config.base_key == "old_log_probs"
+    own = config.first_step and config.base_key == "old_log_probs"
     base = log_probs.detach() if own else micro[config.base_key]
     log_probs, base, advantages = (masked(x, mask) for x in (log_probs, base, micro["advantages"]))
     correction = _correction(log_probs, micro, config)
@@ -136,7 +135,7 @@ def policy(
     if config.p99_logprob_mismatch is not None:
         beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
         metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(log_probs.dtype), counted, scale)
-    if config.corrects_in_loss:
+    if config.bypass:
         weights = correction.weights if correction is not None and config.correction.weighted else None
         metrics |= partial_sums(
             log_probs,

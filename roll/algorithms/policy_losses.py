@@ -38,7 +38,7 @@ class PolicyLossConfig(PolicyOptions):
         opd_kl_coef: weight of that divergence.
         opd_divergence: which one it is.
         opd_jsd_beta: the weight of `opd_divergence: jsd`.
-        one_pass: the batch is one optimizer step, so that log p is log pi itself and was not computed before.
+        first_step: this is the first optimizer step of the batch, and log p was not computed before: it is log pi.
     """
 
     old_log_probs_source: Literal["auto", "behavior", "recompute"] = "recompute"
@@ -50,7 +50,7 @@ class PolicyLossConfig(PolicyOptions):
     opd_kl_coef: float = 1.0
     opd_divergence: Divergence = "reverse"
     opd_jsd_beta: float = 0.5
-    one_pass: bool = False
+    first_step: bool = False
 
     @classmethod
     def from_config(cls, config: RLConfig) -> PolicyLossConfig:
@@ -74,7 +74,7 @@ class PolicyLossConfig(PolicyOptions):
     @property
     def corrects_in_loss(self) -> bool:
         """Whether the loss computes the correction, of the current policy against the one that sampled."""
-        return self.bypass or self.one_pass
+        return self.bypass or self.first_step
 
     @property
     def reads_turns(self) -> bool:

@@ -351,14 +351,21 @@ def needs_old_log_probs(config: RLConfig) -> bool:
     return bool(rewards or whole_batch or masks or chosen_tokens)
 
 
-def takes_one_pass(config: RLConfig) -> bool:
-    """Whether old log-probs come from the training pass, from the second step of a run on.
+def training_gives_old_log_probs(config: RLConfig) -> bool:
+    """Whether the first optimizer step of a batch gives the old log-probs of its samples, from a run's second step on.
 
-    They do where a batch is one optimizer step, before which the old policy is the current one, unless something needs
-    them before that pass, or those of the engine are taken.
+    Before it the old policy is the current one. It does unless something needs them before it, or those of the engine
+    are taken.
     """
-    one_step = config.ppo_epochs == 1 and config.samples_per_batch == config.actor_train.samples_per_optimizer_step
-    return one_step and config.old_log_probs_source != "behavior" and not needs_old_log_probs(config)
+    return config.old_log_probs_source != "behavior" and not needs_old_log_probs(config)
+
+
+def samples_with_own_pass(config: RLConfig) -> int:
+    """Samples of a batch whose old log-probs take a pass of their own, from the second step of a run on."""
+    if config.old_log_probs_source == "behavior":
+        return 0
+    given = config.actor_train.samples_per_optimizer_step if training_gives_old_log_probs(config) else 0
+    return max(config.samples_per_batch - given, 0)
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:

@@ -42,12 +42,21 @@ from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.pipeline import RLConfig, role_seed
-from roll.configs.policy import takes_one_pass, traits_of
+from roll.configs.policy import training_gives_old_log_probs, traits_of
+from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.actor_learner import ActorLearner
 from roll.pipeline.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
 from roll.pipeline.rollout_batch import TAG, dump_samples
-from roll.pipeline.shards import LOG_PROB_KEYS, cluster_log_probs, forward, training_plans, training_shards
+from roll.pipeline.shards import (
+    LOG_PROB_KEYS,
+    cluster_log_probs,
+    forward,
+    live_steps,
+    training_plans,
+    training_shards,
+)
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 
@@ -56,66 +65,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROLE, CRITIC = "actor_train", "critic"
-
 NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
-
-POLL_S, MAX_POLL_S = 0.02, 0.5
-"""First and longest interval between two checks whether a checkpoint is written."""
 
 LEARNER_STATE = "rl_learner.json"
 """File of a checkpoint: the state of a learner other than that of its roles."""
 
 STEPS_WITHOUT_ADVANTAGE = 3
 """Steps in a row without any advantage that a run warns of."""
-
-
-class ActorLearner:
-    """A learner of actor_train, and of a critic if there is one; saves, restores and exports them."""
-
-    def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
-        self._actor = actor
-        self._critic = critic
-        self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
-
-    async def finish_step(self) -> dict[str, float]:
-        """`memory/<role>_<kind>`: the largest of any rank, in bytes."""
-        metrics: dict[str, float] = {}
-        for role, cluster in self._trained.items():
-            ranks = await cluster.call_all(TrainWorker.memory)
-            metrics |= {f"memory/{role}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
-        return metrics
-
-    async def save(self, folder: Path) -> None:
-        """Begins to write weights, optimizer, schedule and RNG of each role."""
-        for role, cluster in self._trained.items():
-            await cluster.call_all(TrainWorker.begin_checkpoint, str(folder / role))
-
-    async def saved(self) -> float:
-        """Waits until what `save` began is written; polls the ranks, since a rank answers only between its calls.
-
-        Returns:
-            Seconds that optimizer steps waited for it.
-        """
-        interval, seconds = POLL_S, 0.0
-        for cluster in self._trained.values():
-            while None in (waits := await cluster.call_all(TrainWorker.checkpoint_written)):
-                await asyncio.sleep(interval)
-                interval = min(2 * interval, MAX_POLL_S)
-            seconds += max(wait for wait in waits if wait is not None)
-        return seconds
-
-    async def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
-        for role, cluster in self._trained.items():
-            await cluster.call_all(TrainWorker.load_checkpoint, str(folder / role))
-
-    async def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
-        await self._actor.call_all(TrainWorker.export_hf, str(folder))
-        if self._critic is not None:
-            await self._critic.call_all(TrainWorker.export_hf, str(folder / CRITIC))
 
 
 class RLLearner(ActorLearner):
@@ -165,19 +122,21 @@ class RLLearner(ActorLearner):
                 pass are too far apart.
         """
         data = batch.data
-        self._loss_config = replace(self._loss_config, one_pass=self._takes_one_pass(data))
+        warming = self._critic is not None and step <= self._config.critic_warmup
+        given = range(0) if warming else self._given_by_training(data)
         data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
-        await self._with_critic(self._add_log_probs(data, clock), lambda critic: self._add_values(data, critic, clock))
+        await self._with_critic(
+            self._add_log_probs(data, given, clock), lambda critic: self._add_values(data, critic, clock)
+        )
         with clock.measure("advantages"):
             metrics = self._add_learned(data)
-            metrics |= self._add_correction(data)
+            metrics |= {} if given else self._add_correction(data)
             metrics |= self._add_advantages(data)
             self._add_high_covariance(data, step)
         self._warn_of_equal_scores(metrics, batch.metrics)
-        warming = self._critic is not None and step <= self._config.critic_warmup
         try:
             trained = await self._with_critic(
-                _nothing() if warming else self._train(_learned(data), clock),
+                _nothing() if warming else self._train(_learned(data), given, clock),
                 lambda critic: self._train_critic(_learned(data), critic, clock),
             )
         except Exception:
@@ -233,30 +192,36 @@ class RLLearner(ActorLearner):
 
     # 1. Log-probs
 
-    def _takes_one_pass(self, data: DataProto) -> bool:
-        """Whether the training pass gives the old log-probs: in one optimizer step, if nothing reads them before it.
+    def _given_by_training(self, data: DataProto) -> range:
+        """The samples whose old log-probs the first optimizer step gives: its own, if nothing reads them before it.
 
-        The first step of a run computes them apart, because it compares both passes.
+        In the first step of a run there are none, because it compares both passes.
         """
-        one_step = len(data) == self._config.actor_train.samples_per_optimizer_step  # agents may give more samples
-        return one_step and self._updated and not self._separate_pass and takes_one_pass(self._config)
+        if not self._updated or self._separate_pass or not training_gives_old_log_probs(self._config):
+            return range(0)
+        size = self._config.actor_train.samples_per_optimizer_step
+        first = live_steps(data, size)[0] * size
+        return range(first, first + size)
 
-    async def _add_log_probs(self, data: DataProto, clock: StepClock) -> dict[str, float]:
+    async def _add_log_probs(self, data: DataProto, given: range, clock: StepClock) -> dict[str, float]:
         """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics.
 
-        With `opd_top_k` also the teacher's most likely tokens, see `roll.algorithms.distillation`.
+        Old log-probs of the samples `given` by training are 0 until then. With `opd_top_k` also adds the teacher's most
+        likely tokens, see `roll.algorithms.distillation`.
         """
         mask = data.batch["response_mask"]
         with clock.measure("old_log_probs"):
-            if self._loss_config.one_pass:
-                pass
-            elif self._loss_config.bypass:
+            if self._loss_config.bypass:
                 data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
             else:
+                data.batch["old_log_probs"] = torch.zeros(mask.shape)
                 squares = self._config.uses_sum_pi_squared
-                answer = await cluster_log_probs(self._actor, data, self._config.actor_train, squares)
-                data.batch["old_log_probs"] = answer.batch["log_probs"] * mask
-                if squares:
+                rows = [row for row in range(len(data)) if row not in given]
+                if rows:
+                    part = data.select_idxs(rows) if given else data
+                    answer = await cluster_log_probs(self._actor, part, self._config.actor_train, squares)
+                    data.batch["old_log_probs"][rows] = answer.batch["log_probs"] * mask[rows]
+                if squares:  # with which training gives none
                     data.batch[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
             if self._reference is not None:
                 top_k = self._config.opd_top_k or 0
@@ -293,9 +258,9 @@ class RLLearner(ActorLearner):
     def _add_correction(self, data: DataProto) -> dict[str, float]:
         """Adds weights and kept tokens of the correction [B, T]; returns how far p is from mu.
 
-        With bypass there is no p, and with one pass it is not known yet: the loss computes the correction against pi.
+        With bypass there is no p: the loss computes the correction against pi.
         """
-        if self._loss_config.corrects_in_loss:
+        if self._loss_config.bypass:
             return {}
         proximal, behavior = data.batch["old_log_probs"], data.batch["behavior_log_probs"]
         mask, options = data.batch["response_mask"], self._loss_config.correction
@@ -358,33 +323,46 @@ class RLLearner(ActorLearner):
 
     # 4. Training
 
-    async def _train(self, data: DataProto, clock: StepClock) -> dict[str, float]:
-        """All optimizer steps of the batch; returns `actor/...` and, with bypass, `correction/...`."""
-        with clock.measure("train"):
-            steps = await self._optimizer_steps(data)
-        return {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+    async def _train(self, data: DataProto, given: range, clock: StepClock) -> dict[str, float]:
+        """All optimizer steps of the batch; returns `actor/...`, and `correction/...` if that was not known before.
 
-    async def _optimizer_steps(self, data: DataProto) -> list[dict[str, float]]:
+        Args:
+            data: the batch, which gets the old log-probs that training gives, and the correction against them.
+            given: samples of the first optimizer step, if it gives their old log-probs.
+            clock: of the step.
+        """
+        with clock.measure("train"):
+            plans = training_plans(data, self._config.actor_train, self._actor.platform) * self._config.ppo_epochs
+            steps, metrics = [], {}
+            if given:
+                steps.append(await self._first_optimizer_step(data, plans.pop(0), given))
+                metrics = self._add_correction(data)
+            if plans:
+                steps += await self._optimizer_steps(data, plans)
+        means = {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        return means | metrics
+
+    async def _first_optimizer_step(self, data: DataProto, plan: OptimizerStepPlan, given: range) -> dict[str, float]:
+        """Metrics of the optimizer step that gives the old log-probs of its samples."""
+        config = replace(self._loss_config, first_step=True)
+        shards = training_shards(self._training_data(data, config), plan)
+        answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
+        log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
+        rows = list(given)
+        data.batch["old_log_probs"][rows] = log_probs.batch["log_probs"] * data.batch["response_mask"][rows]
+        return answers[0][0]
+
+    async def _optimizer_steps(self, data: DataProto, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:
         """The metrics of each."""
-        config = self._config
-        whole, data = data, data.select(*self._training_keys(data))
-        data.meta_info |= {"loss": "policy", "loss_config": self._loss_config}
-        counted = data.batch["correction_kept"] if config.correction.renormalize else None
-        steps: list[dict[str, float]] = []
-        for _ in range(config.ppo_epochs):
-            for plan in training_plans(whole, config.actor_train, self._actor.platform):
-                shards = training_shards(data, plan, counted)
-                if self._loss_config.one_pass:
-                    answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
-                    log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
-                    whole.batch["old_log_probs"] = log_probs.batch["log_probs"] * whole.batch["response_mask"]
-                    step = finalize(answers[0][0])
-                else:
-                    step = finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0])
-                if not self._updated:
-                    check_first_update(step, self._loss_config, config)
-                    self._updated = True
-                steps.append(step)
+        counted = data.batch["correction_kept"] if self._config.correction.renormalize else None
+        data = self._training_data(data, self._loss_config)
+        steps = []
+        for plan in plans:
+            answers = await self._actor.call_shards(TrainWorker.train_step, training_shards(data, plan, counted))
+            steps.append(finalize(answers[0]))
+            if not self._updated:
+                check_first_update(steps[-1], self._loss_config, self._config)
+                self._updated = True
         return steps
 
     async def _train_critic(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
@@ -398,11 +376,16 @@ class RLLearner(ActorLearner):
                     steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
-    def _training_keys(self, data: DataProto) -> list[str]:
-        """Tensors that ranks need: all but those of turns, greedy responses and rewards, which only advantages use."""
+    def _training_data(self, data: DataProto, config: PolicyLossConfig) -> DataProto:
+        """What ranks need: all but tensors of turns, greedy responses and rewards, which only advantages use."""
         unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
-        read = ("turn_index",) if self._loss_config.reads_turns else ()
-        return [key for key in data.tensors() if key not in unused or key in read]
+        if config.reads_turns:
+            unused -= {"turn_index"}
+        if config.first_step:
+            unused |= {"old_log_probs"}
+        selected = data.select(*(key for key in data.tensors() if key not in unused))
+        selected.meta_info |= {"loss": "policy", "loss_config": config}
+        return selected
 
     # 5. Checks
 

@@ -23,7 +23,7 @@ from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import ActorLearner
+from roll.pipeline.actor_learner import ActorLearner
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import StoredSamples, warn_of_dropped
 from roll.pipeline.shards import sample_costs, sample_lengths, training_shards

@@ -17,7 +17,7 @@ from roll.datasets.records import prefix_errors
 from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
-from roll.pipeline.learner import ActorLearner
+from roll.pipeline.actor_learner import ActorLearner
 from roll.pipeline.session import Session
 from roll.pipeline.shards import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.tokenizer import load_tokenizer

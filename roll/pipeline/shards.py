@@ -141,8 +141,13 @@ def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> l
         packed=role.use_sequence_packing,
         prefixes=shared_prefixes(data, role, platform),
     )
-    live = data.batch["response_mask"].bool().any(-1)
-    return [plan for plan in plans if bool(live[plan.permutation].any())] or plans[:1]
+    return [plans[number] for number in live_steps(data, role.samples_per_optimizer_step)]
+
+
+def live_steps(data: DataProto, samples_per_step: int) -> list[int]:
+    """Numbers of the optimizer steps of `data` whose samples are not all padding; [0] if there are none."""
+    live = data.batch["response_mask"].bool().any(-1).view(-1, samples_per_step).any(-1)
+    return live.nonzero().flatten().tolist() or [0]
 
 
 def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:

@@ -42,12 +42,12 @@ ASYNC = "async_generation_ratio=1"
 
 
 class CountingCluster(BigramCluster):
-    """Counts passes for log-probs."""
+    """Counts samples whose log-probs took a pass of their own."""
 
-    passes = 0
+    samples = 0
 
     async def compute_log_probs(self, shards):
-        self.passes += 1
+        self.samples += sum(map(len, shards))
         return await super().compute_log_probs(shards)
 
 
@@ -517,21 +517,26 @@ ONE_PASS = {
 }
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(1, 1), (1, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize("overrides", ONE_PASS.values(), ids=ONE_PASS.keys())
-def test_a_batch_of_one_optimizer_step_needs_no_pass_for_old_log_probs(tmp_path, overrides):
+def test_the_first_optimizer_step_of_a_batch_needs_no_pass_for_old_log_probs(tmp_path, overrides, steps, epochs):
     """Metrics and weights are those of a run with the pass; the first step has it, because it compares both passes."""
     outcomes = []
+    count = f"actor_train.training_args.gradient_accumulation_steps={4 // steps}"
+    overrides = (*overrides, f"ppo_epochs={epochs}", count)
     for separate in (False, True):
         config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", *overrides, text=RLVR)
-        cluster, passes = CountingCluster(), []
+        cluster, own_pass = CountingCluster(), []
         parts = RLLearner(config, cluster, BigramCluster() if config.uses_reference else None), cluster
         parts[0]._separate_pass = separate
         batches = [cluster.sample(seed) for seed in (1, 2, 3)]
         for batch in batches:
             metrics = learn(parts, batch, staleness=0.0)
-            passes.append(cluster.passes)
-        outcomes.append((metrics, cluster.table.detach().clone(), batches[-1].batch["old_log_probs"]))
-        assert passes == ([1, 2, 3] if separate else [1, 1, 1])
+            own_pass.append(cluster.samples)
+        kept = {key: value for key, value in batches[-1].tensors().items() if key.startswith(("old_", "correction"))}
+        outcomes.append((metrics, cluster.table.detach().clone(), kept))
+        later = 8 if separate else 8 - 8 // steps
+        assert own_pass == [8, 8 + later, 8 + 2 * later]
     (metrics, *tensors), (expected, *expected_tensors) = outcomes
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     torch.testing.assert_close(tensors, expected_tensors, rtol=1e-5, atol=1e-6)
@@ -540,8 +545,6 @@ def test_a_batch_of_one_optimizer_step_needs_no_pass_for_old_log_probs(tmp_path,
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("ppo_epochs=2",),
-        ("actor_train.training_args.gradient_accumulation_steps=2",),
         ("add_token_level_kl=true", "init_kl_coef=0.1", "reference.device_mapping=[0,1]"),
         ("actor_train.pg_variant=kl_cov",),
         ("correction.m2_threshold=0.01",),
@@ -554,7 +557,17 @@ def test_what_reads_old_log_probs_before_the_training_pass_gets_them(tmp_path, o
     parts = RLLearner(config, cluster, BigramCluster() if config.uses_reference else None), cluster
     for seed in (1, 2):
         learn(parts, cluster.sample(seed))
-    assert cluster.passes == 2
+    assert cluster.samples == 16
+
+
+def test_the_first_optimizer_step_with_real_samples_gives_their_old_log_probs(tmp_path):
+    parts = learner(tmp_path, "actor_train.training_args.gradient_accumulation_steps=1")
+    learn(parts, parts[1].sample(1))
+    data = parts[1].sample(2)
+    data.batch["response_mask"][:3] = False  # the whole first optimizer step, and half of the second
+    mask, before = data.batch["response_mask"], parts[1].log_probs(data.batch["input_ids"]).detach()
+    learn(parts, data)
+    torch.testing.assert_close(data.batch["old_log_probs"], before * mask)
 
 
 def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):
@@ -565,7 +578,7 @@ def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):
     parts = Other(rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", text=RLVR), cluster, None), cluster
     for seed in (1, 2):
         learn(parts, cluster.sample(seed))
-    assert cluster.passes == 2
+    assert cluster.samples == 16
 
 
 @pytest.mark.parametrize(("lower", "no_op"), [(0.99, 0.0), (1e-6, 1.0)])

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import proximal_source, takes_one_pass
+from roll.configs.policy import proximal_source, samples_with_own_pass
 from roll.rollout.admission import AdmissionSettings
 from roll.tools.simulate.calibration import Measurements, RunShape, fit_doubling_batch
 from roll.tools.simulate.simulator import DecodeSpeed, Scenario, StepCosts, generation_seconds, simulate
@@ -80,17 +80,19 @@ class CostModel:
     def _log_probs_fraction(self, ratio: float) -> float:
         """Fraction of the measured log-prob time that a run with this ratio spends.
 
-        A run that uses the engine's log-probs computes only those of the reference model, which are half of the two.
-        Loading resolved keys left at `auto` for the configured ratio; they are resolved again for this one.
+        It is the share of samples that actor_train and the reference compute in passes of their own, in proportion to
+        that of the measured run. Loading resolved keys left at `auto` for the configured ratio; they are resolved again
+        for this one.
         """
         config = self.config
-        if takes_one_pass(config):  # what was measured is the reference alone
-            return 1.0
         auto_keys = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
         reset: dict[str, Any] = dict.fromkeys(auto_keys, "auto")
-        if proximal_source(replace(config, **reset), config.actor_train.pg_variant, ratio) == "recompute":
-            return 1.0
-        return 0.5 if config.uses_reference else 0.0
+        source = proximal_source(replace(config, **reset), config.actor_train.pg_variant, ratio)
+        reference = config.samples_per_batch if config.uses_reference else 0
+        measured = samples_with_own_pass(config) + reference
+        own: dict[str, Any] = {"old_log_probs_source": source}
+        simulated = samples_with_own_pass(replace(config, **own)) + reference
+        return simulated / measured if measured else 1.0
 
 
 def _admission_settings(config: RLConfig, ratio: float) -> AdmissionSettings:
