@@ -16,20 +16,23 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from benchmarks.common import Measurement, at_least, at_most, main, median
 from roll.envs import TextEnv, Turn
 
+if TYPE_CHECKING:
+    from roll.configs.agentic import AgenticConfig
+    from roll.distributed.infer_worker import InferWorker
+
 GROUPS, GROUP_SIZE, CONCURRENT_GROUPS, REPEATS = 24, 8, 8, 2
 """192 trajectories in groups of 8; 64 environments run at a time."""
 STEPS, WARM_UP_STEPS = 10, 2
-STOP_STRINGS = ["a", "b"]
-"""The model draws all tokens with about the same probability, so an answer has 86 tokens on average, and one in a
-hundred has four times as many. Shorter answers reduce the difference: with 43 tokens lockstep is a fourth slower, with
-20 hardly.
+STOP_STRINGS = {86: ["a", "b"], 20: list("abcdefghijkl")}
+"""Stop strings by the mean number of tokens of an answer: the model draws all tokens with about the same probability.
+One answer in a hundred has more than four times as many.
 """
 EPISODE_END = 0.2
 """Probability that an action ends the episode: episodes have 5 actions on average, and at most `max_steps`."""
@@ -64,7 +67,7 @@ RECIPE: dict[str, Any] = {
     },
     "actor_infer": {
         "model_args": {"dtype": "fp32"},
-        "generating_args": {"stop_strings": STOP_STRINGS},
+        "generating_args": {"stop_strings": STOP_STRINGS[86]},
         "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
         "device_mapping": [1],
         "max_running_requests": 64,
@@ -119,15 +122,19 @@ def measure() -> Measurement:
     """Trajectories per minute in both modes, fractions of time, prefix reuse, and how busy the engine of a run is."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
-        raw = asyncio.run(compare(config))
-        raw["engine_busy_fraction"] = busy_fraction(config)
-    faster = raw["trajectories_per_minute"]["independent"] / raw["trajectories_per_minute"]["lockstep"]
-    return raw, [
-        at_least("agentic_rollout: trajectories per minute over lockstep", faster, 1.5),
-        at_most("agentic_rollout: time of environments and bookkeeping, fraction", raw["environment_fraction"], 0.1),
-        at_least("agentic_rollout: cached prompt tokens of later turns, fraction", raw["prefix_reuse"], 0.8),
-        at_least("agentic_rollout: busy time of the engine at ratio 1, fraction", raw["engine_busy_fraction"], 0.8),
-    ]
+        raw = {f"{tokens} tokens": each for tokens, each in asyncio.run(compare(config)).items()}
+        busy = busy_fraction(config)
+    checks = []
+    for name, each in raw.items():
+        rates = each["trajectories_per_minute"]
+        faster = rates["independent"] / rates["lockstep"]
+        checks += [
+            at_least(f"agentic_rollout: trajectories per minute over lockstep, {name}", faster, 1.5),
+            at_most(f"agentic_rollout: time of environments, fraction, {name}", each["environment_fraction"], 0.1),
+            at_least(f"agentic_rollout: cached prompt tokens of later turns, {name}", each["prefix_reuse"], 0.8),
+        ]
+    checks.append(at_least("agentic_rollout: busy time of the engine at ratio 1, fraction", busy, 0.8))
+    return {**raw, "engine_busy_fraction": busy}, checks
 
 
 def write_recipe(folder: Path) -> Path:
@@ -140,51 +147,62 @@ def write_recipe(folder: Path) -> Path:
     return file
 
 
-async def compare(file: Path) -> dict[str, Any]:
-    """Runs the same groups in both modes alternately, REPEATS times each."""
+async def compare(file: Path) -> dict[int, dict[str, Any]]:
+    """Figures of both modes by the mean tokens of an answer, from one engine."""
     from roll.configs.agentic import AgenticConfig
     from roll.configs.load import load_config
     from roll.distributed.infer_worker import InferWorker
     from roll.distributed.resources import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    configs = {}
+    for tokens, stop_strings in STOP_STRINGS.items():
+        overrides = [f"actor_infer.generating_args.stop_strings=[{','.join(stop_strings)}]"]
+        config = load_config(file, ["actor_infer.strategy_args.strategy_config.load_format=auto", *overrides])
+        assert isinstance(config, AgenticConfig)
+        configs[tokens] = config
+    start_ray(config, "cpu", 1)
+    engine = InferWorker(WorkerRank.single("actor_infer"), config.actor_infer, config)
+    try:
+        await engine.initialize()
+        return {tokens: await compare_modes(config, engine) for tokens, config in configs.items()}
+    finally:
+        engine.close()
+        stop_ray()
+
+
+async def compare_modes(config: AgenticConfig, engine: InferWorker) -> dict[str, Any]:
+    """Runs the same groups in both modes alternately, REPEATS times each after one that warms up."""
     from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
     from roll.pipeline.session import Session
     from roll.rollout.engine_pool import EnginePool
     from roll.rollout.ledger import PromptRequest
     from roll.rollout.metrics import rollout_metrics
 
-    os.environ["OMP_NUM_THREADS"] = "1"
-    config = load_config(file, ["actor_infer.strategy_args.strategy_config.load_format=auto"])
-    assert isinstance(config, AgenticConfig)
     pipeline = AgenticPipeline(config)
     await pipeline.prepare()
-    start_ray(config, "cpu", 1)
-    engine = InferWorker(WorkerRank.single("actor_infer"), config.actor_infer, config)
+    pool = EnginePool(LocalEngine(engine), 0, config.actor_infer.max_running_requests)
+    worker = pipeline.worker_factory(Session(config), own_process=False)(pool)
     rates: dict[str, list[float]] = {"independent": [], "lockstep": []}
     sums, groups = TimeSums(), []
-    try:
-        await engine.initialize()
-        pool = EnginePool(LocalEngine(engine), 0, config.actor_infer.max_running_requests)
-        worker = pipeline.worker_factory(Session(config), own_process=False)(pool)
-        for repeat in range(REPEATS + 1):
-            for mode in rates:
-                config.deterministic = mode == "lockstep"
-                groups = worker.draw([PromptRequest(repeat * GROUPS + number, 0, 0) for number in range(GROUPS)])
-                await engine.flush_cache()
-                start = time.perf_counter()
-                await worker.generate(groups, "train", sums if mode == "independent" else TimeSums())
-                if repeat:  # the first repeat warms up
-                    rates[mode].append(60 * GROUPS * GROUP_SIZE / (time.perf_counter() - start))
-        worker.close()
-    finally:
-        engine.close()
-        stop_ray()
+    for repeat in range(REPEATS + 1):
+        for mode in rates:
+            config.deterministic = mode == "lockstep"
+            groups = worker.draw([PromptRequest(repeat * GROUPS + number, 0, 0) for number in range(GROUPS)])
+            await engine.flush_cache()
+            start = time.perf_counter()
+            await worker.generate(groups, "train", sums if repeat and mode == "independent" else TimeSums())
+            if repeat:
+                rates[mode].append(60 * GROUPS * GROUP_SIZE / (time.perf_counter() - start))
+    worker.close()
     metrics = rollout_metrics(groups, version=0, stale_after=0)
     return {
         "trajectories_per_minute": {mode: median(values) for mode, values in rates.items()},
         "environment_fraction": sums.seconds["env"] / sum(sums.seconds.values()),
         "prefix_reuse": metrics["rollout/prefix_reuse"],
         "turns": metrics["rollout/turns_mean"],
+        "tokens_of_trajectory": metrics["rollout/response_length_mean"],
     }
 
 

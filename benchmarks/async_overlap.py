@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import Measurement, at_least, at_most, main
 from benchmarks.overlap_runs import GENERATE_CORE, TRAIN_CORE, busy_core, mean, run_at, write_recipe
 
-EFFICIENCY = 0.85
+EFFICIENCY = 0.9
 """Required fraction of the ideal speed-up at ratio 1."""
 BALANCE = 1.2
 """Largest factor between G and T; with a larger one there is little to overlap."""

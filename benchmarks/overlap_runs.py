@@ -45,15 +45,11 @@ RECIPE: dict[str, Any] = {
             "gradient_accumulation_steps": 22,
         },
         "data_args": {"template": "native"},
-        "pg_variant": "decoupled_ppo",  # recomputes log-probs at every ratio, so that steps are comparable
+        "pg_variant": "decoupled_ppo",  # computes the same at every ratio, so that steps are comparable
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 4096,
         "use_dynamic_batching_in_infer": True,
         "max_tokens_per_microbatch_in_infer": 8192,
-        "strategy_args": {
-            "strategy_name": "megatron_train",
-            "strategy_config": {"recompute_granularity": "full"},  # balances training and generation
-        },
         "device_mapping": [0],
     },
     "actor_infer": {
@@ -61,7 +57,7 @@ RECIPE: dict[str, Any] = {
         "generating_args": {"stop_strings": ["a", "b", "c"]},
         "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
         "device_mapping": [1],
-        "max_running_requests": 176,
+        "max_running_requests": 96,
     },
     "rewards": {"digits": {"function": "benchmarks.overlap_runs:digits"}},
 }

@@ -234,7 +234,9 @@ class EnvManagerConfig:
     """
 
     num_env_groups: int | None = option(
-        None, "Groups that run at a time; default: the sum of num_groups_partition, or the groups of one batch.", ge=1
+        None,
+        "Groups whose environments run at a time; default: the sum of num_groups_partition, or those of one batch.",
+        ge=1,
     )
     group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
     group_size_redundancy: int = option(

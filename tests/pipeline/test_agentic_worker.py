@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
@@ -62,7 +63,7 @@ def test_tag_and_seed_depend_only_on_the_number():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_concurrent_calls_run_no_more_groups_than_num_env_groups(deterministic):
+def test_concurrent_calls_run_no_more_environments_than_the_manager_has(deterministic):
     """Two calls at once of four groups of 3, and a pool with places for two groups."""
     most = 0
 
@@ -76,6 +77,22 @@ def test_concurrent_calls_run_no_more_groups_than_num_env_groups(deterministic):
     groups = drawn(made, range(8))
     run(run_all(made.generate(share, "train", StepClock()) for share in (groups[:4], groups[4:])))
     assert most == 6 and all(len(group.trajectories) == 3 for group in groups)
+
+
+def test_an_environment_that_has_finished_runs_an_episode_of_the_next_group():
+    """One episode of each of the first two groups is slow; with two groups at a time, no other group would begin."""
+    began: dict[str, float] = {}
+
+    def seconds(request: Any) -> float:
+        _, group, episode, _ = request.request_id.split("-")
+        began.setdefault(group, asyncio.get_running_loop().time())
+        return 30.0 if group in "01" and episode == "0" else 1.0
+
+    made = worker(Setup(Engines(ANSWERS, seconds), capacity=6))
+    groups = drawn(made, range(5))
+    run(made.generate(groups, "train", StepClock()))
+    assert [*began] == [*"01234"] and max(began.values()) < min(began.values()) + 30
+    assert all(len(group.trajectories) == 3 for group in groups)
 
 
 def test_lockstep_and_concurrent_episodes_give_the_same_groups():

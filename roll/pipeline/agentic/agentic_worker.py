@@ -10,7 +10,7 @@ from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.pipeline import role_seed
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.protocol import DataProto
-from roll.pipeline.agentic.episode import Episode, Task
+from roll.pipeline.agentic.episode import Task
 from roll.pipeline.agentic.runner import RolloutRunner, run_all
 from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
@@ -49,7 +49,7 @@ class AgenticWorker(RolloutWorker):
         self._agentic, self._tasks, self._sampling = config, tasks, sampling
         self._runner, self._environments = runner, environments
         self._train_tags, self._val_tags = TagCycle(config.train_env_manager), TagCycle(config.val_env_manager)
-        self._train_slots = self._slots(config.train_env_manager, 1)
+        self._train_places = self._places(config.train_env_manager)
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """An environment for each request; tag and seed depend only on the number of the request."""
@@ -65,12 +65,16 @@ class AgenticWorker(RolloutWorker):
         return Group(number, tag, role_seed(self._agentic.seed, seed_name, number), f"{tag}-{number}")
 
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
-        """Runs the groups' episodes, at most `num_env_groups` groups at a time over all concurrent calls."""
+        """Runs the groups' episodes, over all concurrent calls in at most as many environments as the manager has.
+
+        An environment that has finished its episode takes one of the next group, while others of its group still run.
+        In lockstep whole groups run, `num_env_groups` at a time.
+        """
         if purpose == "train":
-            manager, slots = self._agentic.train_env_manager, self._train_slots
+            manager, places = self._agentic.train_env_manager, self._train_places
         else:
             manager = self._agentic.val_env_manager
-            slots = self._slots(manager, len(groups))
+            places = self._places(manager)
         count, seed = manager.group_size + manager.group_size_redundancy, self._agentic.seed
         runs = [
             (group, self._runner.episodes(group, purpose, self._tasks[group.tag], count, seed, self._sampling[purpose]))
@@ -78,20 +82,17 @@ class AgenticWorker(RolloutWorker):
         ]
         if self._agentic.deterministic:
             at_a_time = manager.num_env_groups or len(runs)
-            async with slots:
+            async with places:
                 for first in range(0, len(runs), at_a_time):
                     await self._runner.run_lockstep(runs[first : first + at_a_time], manager.group_size, timer)
             return
+        await run_all(
+            self._runner.run_group(group, episodes, manager.group_size, timer, places) for group, episodes in runs
+        )
 
-        async def run(group: Group, episodes: list[Episode]) -> None:
-            async with slots:
-                await self._runner.run_group(group, episodes, manager.group_size, timer)
-
-        await run_all(run(group, episodes) for group, episodes in runs)
-
-    def _slots(self, manager: EnvManagerConfig, groups: int) -> asyncio.Semaphore:
-        """One slot for each group that may run at a time; in lockstep one slot for all of them."""
-        return asyncio.Semaphore(1 if self._agentic.deterministic else manager.num_env_groups or groups)
+    def _places(self, manager: EnvManagerConfig) -> asyncio.Semaphore:
+        """One for each environment that may run at a time; in lockstep one for all of them."""
+        return asyncio.Semaphore(1 if self._agentic.deterministic else manager.environments)
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """`val/...`, also by environment."""

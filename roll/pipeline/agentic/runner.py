@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvPool
@@ -19,6 +20,12 @@ Decode = Callable[[list[int]], str]
 
 Failure = EpisodeFailed | EnvFailure
 """Failures of one episode; both have a `reason`."""
+
+
+Places = asyncio.Semaphore | nullcontext[None]
+"""Environments that may run; waited for in order of arrival."""
+
+UNLIMITED: Places = nullcontext()
 
 
 class RolloutRunner:
@@ -53,23 +60,30 @@ class RolloutRunner:
         names = [f"{purpose}-{group.number}-{index}" for index in range(count)]
         return [Episode(name, task, group.problem, seed, sampling, self._sequence_length, self._chat) for name in names]
 
-    async def run_group(self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer) -> None:
+    async def run_group(
+        self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer, places: Places = UNLIMITED
+    ) -> None:
         """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
         They are kept in the order of `episodes`. If too many fail, the rest is cancelled too and the group is dropped.
+        An episode occupies one of `places` while it runs; the first one to get one chooses the engine of the group.
         """
         succeeded: list[Episode] = []
         failures: list[Failure] = []
+        engines: list[int] = []
 
-        async def run(episode: Episode, engine: int) -> None:
-            failure = await self._run_in_time(episode, engine, timer)
+        async def run(episode: Episode) -> None:
+            async with places:
+                if not engines:
+                    engines.append(chosen.enter_context(self._engines.assign_engine(len(episodes))))
+                failure = await self._run_in_time(episode, engines[0], timer)
             if failure is None:
                 succeeded.append(episode)
             else:
                 failures.append(failure)
 
-        with self._engines.assign_engine(len(episodes)) as engine:
-            tasks = [asyncio.create_task(run(episode, engine)) for episode in episodes]
+        with ExitStack() as chosen:
+            tasks = [asyncio.create_task(run(episode)) for episode in episodes]
             try:
                 for ended in asyncio.as_completed(tasks):
                     await ended
