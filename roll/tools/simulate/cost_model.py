@@ -81,18 +81,21 @@ class CostModel:
         """Fraction of the measured log-prob time that a run with this ratio spends.
 
         It is the share of samples that actor_train and the reference compute in passes of their own, in proportion to
-        that of the measured run. Loading resolved keys left at `auto` for the configured ratio; they are resolved again
-        for this one.
+        that of the measured run, which was synchronous. Loading resolved keys left at `auto` for the configured ratio;
+        they are resolved again for these two.
         """
         config = self.config
         auto_keys = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
         reset: dict[str, Any] = dict.fromkeys(auto_keys, "auto")
-        source = proximal_source(replace(config, **reset), config.actor_train.pg_variant, ratio)
         reference = config.samples_per_batch if config.uses_reference else 0
-        measured = samples_with_own_pass(config) + reference
-        own: dict[str, Any] = {"old_log_probs_source": source}
-        simulated = samples_with_own_pass(replace(config, **own)) + reference
-        return simulated / measured if measured else 1.0
+
+        def computed(at_ratio: float) -> int:
+            source = proximal_source(replace(config, **reset), config.actor_train.pg_variant, at_ratio)
+            resolved: dict[str, Any] = {"old_log_probs_source": source}
+            return samples_with_own_pass(replace(config, **resolved)) + reference
+
+        measured = computed(0.0)
+        return computed(ratio) / measured if measured else 1.0
 
 
 def _admission_settings(config: RLConfig, ratio: float) -> AdmissionSettings:

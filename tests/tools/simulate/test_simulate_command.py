@@ -164,7 +164,9 @@ def test_log_probs_cost_nothing_if_those_of_the_engine_are_used(tmp_path: Path) 
     def log_probs(ratio: float, *overrides: str) -> float:
         return true_model(small(tmp_path, *overrides)).scenario(2, 2, ratio, 1).costs.log_probs
 
-    assert [log_probs(0), log_probs(1)] == [1.0, 0.0]
+    for configured in ("0", "1"):
+        own = f"async_generation_ratio={configured}"
+        assert [log_probs(0, own), log_probs(1, own)] == [1.0, 0.0]
     assert log_probs(1, "old_log_probs_source=recompute") == 1.0
     assert log_probs(1, "actor_train.pg_variant=decoupled_ppo") == 1.0
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01", "reference.device_mapping=[0,1]")
