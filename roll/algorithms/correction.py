@@ -2,8 +2,8 @@
 
 Three policies: mu sampled the tokens, p is the proximal policy (the weights before this batch's update), pi is the
 current one. All functions use l = log p - log mu per token, clamped to +-LOG_RATIO_CLAMP and without gradient. p is
-known once per batch. In bypass mode there is no p, and in a batch of one optimizer step p is pi: then pi takes its
-place, and the loss computes l per micro-batch.
+known once per batch. In bypass mode there is no p, and before the first optimizer step of a batch p is pi: then pi
+takes its place, and the loss computes l per micro-batch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
 from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
-from roll.configs.policy import samples_with_own_pass
+from roll.configs.policy import samples_with_own_pass, training_gives_old_log_probs
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.files import check_head_sizes
@@ -362,8 +362,10 @@ def _forward_line(config: RLConfig, samples: int) -> Line:
     if worker.forward_token_limit is not None:
         return Line(name, "by tokens", f"at most {worker.forward_token_limit} tokens each")
     share = -(-samples // data)
-    left = samples_with_own_pass(config)
-    later = "" if left == samples else f"; from the second step on {left or 'no'} samples, training gives the others"
+    later = ""
+    if training_gives_old_log_probs(config):
+        left = samples_with_own_pass(config) or "no"
+        later = f"; from the second step on {left} samples: training gives the log-probs of the others"
     return Line(
         name,
         -(-share // worker.infer_batch_size),

@@ -354,18 +354,21 @@ def needs_old_log_probs(config: RLConfig) -> bool:
 def training_gives_old_log_probs(config: RLConfig) -> bool:
     """Whether the first optimizer step of a batch gives the old log-probs of its samples, from a run's second step on.
 
-    Before it the old policy is the current one. It does unless something needs them before it, or those of the engine
-    are taken.
+    Before that optimizer step the old policy is the current one. False where something reads old log-probs earlier, or
+    where those of the engine are taken.
     """
     return config.old_log_probs_source != "behavior" and not needs_old_log_probs(config)
 
 
 def samples_with_own_pass(config: RLConfig) -> int:
-    """Samples of a batch whose old log-probs take a pass of their own, from the second step of a run on."""
+    """Samples of a batch whose old log-probs take a pass of their own, from the second step of a run on.
+
+    Masked samples, which fill up the last optimizer step, are counted.
+    """
     if config.old_log_probs_source == "behavior":
         return 0
-    given = config.actor_train.samples_per_optimizer_step if training_gives_old_log_probs(config) else 0
-    return max(config.samples_per_batch - given, 0)
+    steps = config.optimizer_steps_per_batch - training_gives_old_log_probs(config)
+    return steps * config.actor_train.samples_per_optimizer_step
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:

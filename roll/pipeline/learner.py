@@ -1,6 +1,7 @@
 """From a batch of scored samples to an update of the weights: log-probs, correction, advantages, training, checks.
 
-`RLLearner.learn` processes one batch. The numbered sections below are in the order in which it calls them.
+`RLLearner.learn` processes one batch. The numbered sections below are in the order in which it calls them, except that
+the correction follows the first optimizer step where that gives the old log-probs.
 """
 
 from __future__ import annotations
@@ -343,13 +344,18 @@ class RLLearner(ActorLearner):
         return means | metrics
 
     async def _first_optimizer_step(self, data: DataProto, plan: OptimizerStepPlan, given: range) -> dict[str, float]:
-        """Metrics of the optimizer step that gives the old log-probs of its samples."""
+        """Metrics of the optimizer step that gives the old log-probs of its samples, which are written into `data`."""
         config = replace(self._loss_config, first_step=True)
         shards = training_shards(self._training_data(data, config), plan)
-        answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
+        try:
+            answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
+        except Exception:
+            del data.batch["old_log_probs"]  # so that no zeros are written as if they were log-probs
+            raise
         log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
         rows = list(given)
         data.batch["old_log_probs"][rows] = log_probs.batch["log_probs"] * data.batch["response_mask"][rows]
+        check_finite(data)
         return answers[0][0]
 
     async def _optimizer_steps(self, data: DataProto, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:

@@ -73,17 +73,20 @@ class EnginePool:
         """Requests that were sent again since an engine died."""
 
     @contextmanager
-    def assign_engine(self, sessions: int) -> Iterator[int]:
-        """The engine with the fewest sessions, for conversations that share a prefix; they count while the block runs.
+    def assign_engine(self, engine: int | None = None) -> Iterator[int]:
+        """An engine for a conversation, which counts as a session of it while the block runs.
 
         Sessions are counted, not tokens: conversations that begin at the same time have sent no request yet.
+
+        Args:
+            engine: of another conversation with the same prefix; None: the one with the fewest sessions.
         """
-        engine = self._sessions.choose()
-        self._sessions.add(engine, sessions)
+        engine = self._sessions.choose() if engine is None else engine
+        self._sessions.add(engine, 1)
         try:
             yield engine
         finally:
-            self._sessions.remove(engine, sessions)
+            self._sessions.remove(engine, 1)
 
     async def generate(
         self, groups: Sequence[list[GenerateRequest]], engine: int | None = None

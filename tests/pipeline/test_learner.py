@@ -503,7 +503,7 @@ def test_a_log_prob_that_is_infinite_ends_the_run_with_its_role_and_sample(tmp_p
         learn(parts, data)
 
 
-ONE_PASS = {
+GIVEN_BY_TRAINING = {
     "on-policy": (),
     "stale, decoupled": ("actor_train.pg_variant=decoupled_ppo", ASYNC, "old_log_probs_source=recompute"),
     "weights and rejection": (
@@ -518,7 +518,7 @@ ONE_PASS = {
 
 
 @pytest.mark.parametrize(("steps", "epochs"), [(1, 1), (1, 2), (2, 1), (4, 2)])
-@pytest.mark.parametrize("overrides", ONE_PASS.values(), ids=ONE_PASS.keys())
+@pytest.mark.parametrize("overrides", GIVEN_BY_TRAINING.values(), ids=GIVEN_BY_TRAINING.keys())
 def test_the_first_optimizer_step_of_a_batch_needs_no_pass_for_old_log_probs(tmp_path, overrides, steps, epochs):
     """Metrics and weights are those of a run with the pass; the first step has it, because it compares both passes."""
     outcomes = []
@@ -568,6 +568,27 @@ def test_the_first_optimizer_step_with_real_samples_gives_their_old_log_probs(tm
     mask, before = data.batch["response_mask"], parts[1].log_probs(data.batch["input_ids"]).detach()
     learn(parts, data)
     torch.testing.assert_close(data.batch["old_log_probs"], before * mask)
+
+
+def test_log_probs_that_training_gives_are_checked_and_never_written_as_zeros(tmp_path):
+    class Failing(BigramCluster):
+        async def train_step_with_log_probs(self, shards):
+            if self.fails:
+                raise RunError("the gradient is not finite")
+            answers = await super().train_step_with_log_probs(shards)
+            for _, scores in answers:
+                scores.batch["log_probs"][:] = -torch.inf
+            return answers
+
+    config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", text=RLVR)
+    for Failing.fails, message in ((False, "old_log_probs of actor_train are infinite or NaN"), (True, "gradient")):
+        cluster = Failing()
+        parts = RLLearner(config, cluster, None), cluster
+        learn(parts, cluster.sample(1))
+        batch = cluster.sample(2)
+        with pytest.raises(RunError, match=message):
+            learn(parts, batch)
+        assert ("old_log_probs" in batch.batch.keys()) == (not Failing.fails)
 
 
 def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):

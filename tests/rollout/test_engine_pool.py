@@ -224,6 +224,19 @@ def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch, caplog):
     assert caplog.text.count("RuntimeError: half of an answer") == 1, "it is logged once"
 
 
+def test_conversations_are_counted_while_they_run():
+    pool = EnginePool(FaultyEngines(2, set()), 0, max_running=4)
+    with pool.assign_engine() as first:
+        with pool.assign_engine(first), pool.assign_engine() as other:
+            assert (first, other) == (0, 1)
+            with pool.assign_engine() as third:
+                assert third == 1, "engine 0 has two conversations"
+        with pool.assign_engine() as fourth:
+            assert fourth == 1
+    with pool.assign_engine() as fifth:
+        assert fifth == 0
+
+
 def test_a_conversation_whose_engine_died_goes_on_with_another(monkeypatch):
     engines = DyingEngines(2, {(0, 1)})
 
@@ -234,11 +247,11 @@ def test_a_conversation_whose_engine_died_goes_on_with_another(monkeypatch):
 
     async def run() -> None:
         pool = EnginePool(engines, 0, max_running=4, restarted=True)
-        with pool.assign_engine(1) as engine:
+        with pool.assign_engine() as engine:
             await pool.generate(groups_of([1]), engine)
             await pool.generate(groups_of([1]), engine)
             assert engine == 0 and engines.calls == {0: 1, 1: 2}
-        with pool.assign_engine(1) as engine:
+        with pool.assign_engine() as engine:
             assert engine == 1
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "an idle pool polls"

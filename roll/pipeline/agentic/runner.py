@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvPool
@@ -66,31 +66,30 @@ class RolloutRunner:
         """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
         They are kept in the order of `episodes`. If too many fail, the rest is cancelled too and the group is dropped.
-        An episode occupies one of `places` while it runs; the first one to get one chooses the engine of the group.
+        An episode takes one of `places` while it runs. The episodes share an engine, which the first of them chooses.
         """
         succeeded: list[Episode] = []
         failures: list[Failure] = []
-        engines: list[int] = []
+        chosen: int | None = None
 
         async def run(episode: Episode) -> None:
+            nonlocal chosen
             async with places:
-                if not engines:
-                    engines.append(chosen.enter_context(self._engines.assign_engine(len(episodes))))
-                failure = await self._run_in_time(episode, engines[0], timer)
+                with self._engines.assign_engine(chosen) as chosen:
+                    failure = await self._run_in_time(episode, chosen, timer)
             if failure is None:
                 succeeded.append(episode)
             else:
                 failures.append(failure)
 
-        with ExitStack() as chosen:
-            tasks = [asyncio.create_task(run(episode)) for episode in episodes]
-            try:
-                for ended in asyncio.as_completed(tasks):
-                    await ended
-                    if len(succeeded) >= group_size or len(failures) > len(episodes) - group_size:
-                        break
-            finally:
-                await cancel_all(tasks)
+        tasks = [asyncio.create_task(run(episode)) for episode in episodes]
+        try:
+            for ended in asyncio.as_completed(tasks):
+                await ended
+                if len(succeeded) >= group_size or len(failures) > len(episodes) - group_size:
+                    break
+        finally:
+            await cancel_all(tasks)
         _finish_group(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
     async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> Failure | None:
