@@ -416,6 +416,12 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
     @property
+    def filled_samples_per_batch(self) -> int:
+        """Samples of one step and the masked ones that fill up its last optimizer step of actor_train."""
+        step = self.actor_train.samples_per_optimizer_step
+        return -(-self.samples_per_batch // step) * step
+
+    @property
     def responses_per_group(self) -> int:
         """Responses generated for one group: its samples, and a greedy one if the advantages need it."""
         return self.num_return_sequences_in_group + self.uses_greedy_responses

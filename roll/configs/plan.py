@@ -307,7 +307,7 @@ def batch_lines(config: BaseConfig) -> list[Line]:
         filling = ", filled up with masked samples" if samples % step else ""
         steps = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs{filling}"
         add("optimizer steps per batch", config.optimizer_steps_per_batch, steps)
-        lines.append(_forward_line(config, -(-samples // step) * step))
+        lines.append(_forward_line(config))
     else:
         add("optimizer steps per batch", 1, "a batch is one optimizer step")
     length = config.sequence_length or 0
@@ -354,14 +354,14 @@ def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:
     )
 
 
-def _forward_line(config: RLConfig, samples: int) -> Line:
+def _forward_line(config: RLConfig) -> Line:
     worker, data = config.actor_train, config.actor_train.layout.data
     name = "forward micro-batches per rank (log-probs)"
     if config.old_log_probs_source == "behavior":
         return Line(name, 0, "old_log_probs_source behavior takes the engine's log-probs")
     if worker.forward_token_limit is not None:
         return Line(name, "by tokens", f"at most {worker.forward_token_limit} tokens each")
-    share = -(-samples // data)
+    share = -(-config.filled_samples_per_batch // data)
     later = ""
     if training_gives_old_log_probs(config):
         left = samples_with_own_pass(config) or "no"

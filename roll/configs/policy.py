@@ -361,14 +361,11 @@ def training_gives_old_log_probs(config: RLConfig) -> bool:
 
 
 def samples_with_own_pass(config: RLConfig) -> int:
-    """Samples of a batch whose old log-probs take a pass of their own, from the second step of a run on.
-
-    Masked samples, which fill up the last optimizer step, are counted.
-    """
+    """Samples of a batch, masked ones too, whose old log-probs take a pass of their own from a run's second step on."""
     if config.old_log_probs_source == "behavior":
         return 0
-    steps = config.optimizer_steps_per_batch - training_gives_old_log_probs(config)
-    return steps * config.actor_train.samples_per_optimizer_step
+    given = config.actor_train.samples_per_optimizer_step if training_gives_old_log_probs(config) else 0
+    return config.filled_samples_per_batch - given
 
 
 def proximal_source(options: PolicyOptions, pg_variant: str, async_generation_ratio: float) -> str:

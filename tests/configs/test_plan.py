@@ -66,6 +66,25 @@ def test_batch_arithmetic_by_count(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "later"),
+    [
+        ((), "512 samples"),
+        (("ppo_epochs=2",), "512 samples"),
+        (("actor_train.training_args.gradient_accumulation_steps=128",), "no samples"),
+        (("add_token_level_kl=true", "init_kl_coef=0.1", "reference.device_mapping=0-15"), None),
+    ],
+)
+def test_the_plan_says_whose_old_log_probs_training_gives(
+    tmp_path: Path, overrides: tuple[str, ...], later: str | None
+):
+    keys = ("rollout_batch_size=128", "num_return_sequences_in_group=8", *overrides)
+    formulas = {line.name: line.formula for line in make_plan(rlvr(tmp_path, *keys), SERVER).batch}
+    formula = formulas["forward micro-batches per rank (log-probs)"]
+    assert ("training gives" in formula) == (later is not None)
+    assert later is None or f"from the second step on {later}" in formula
+
+
 def test_greedy_responses_are_requests_but_no_samples(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path, "rollout_batch_size=128", "adv_estimator=remax"), SERVER)
     assert (lines(plan)["samples per step"], lines(plan)["requests per engine and step"]) == (1024, 144)

@@ -87,8 +87,7 @@ class CostModel:
         config = self.config
         auto_keys = {"old_log_probs_source", "pg_ratio_base"} - set(config.source.given)
         reset: dict[str, Any] = dict.fromkeys(auto_keys, "auto")
-        samples = config.optimizer_steps_per_batch * config.actor_train.samples_per_optimizer_step
-        reference = samples if config.uses_reference else 0
+        reference = config.filled_samples_per_batch if config.uses_reference else 0
 
         def computed(at_ratio: float) -> int:
             source = proximal_source(replace(config, **reset), config.actor_train.pg_variant, at_ratio)

@@ -171,7 +171,8 @@ def test_log_probs_cost_nothing_if_those_of_the_engine_are_used(tmp_path: Path) 
     assert log_probs(1, "actor_train.pg_variant=decoupled_ppo") == 1.0
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01", "reference.device_mapping=[0,1]")
     batch, step = 32, 4  # training gives the log-probs of the first optimizer step in the measured run
-    assert log_probs(1, *reference) == pytest.approx(batch / (2 * batch - step))
+    for epochs in ("1", "3"):
+        assert log_probs(1, *reference, f"ppo_epochs={epochs}") == pytest.approx(batch / (2 * batch - step))
 
 
 def test_splits_are_limited_by_parallel_sizes_and_batches(tmp_path: Path) -> None:
