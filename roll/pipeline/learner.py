@@ -345,16 +345,14 @@ class RLLearner(ActorLearner):
 
     async def _first_optimizer_step(self, data: DataProto, plan: OptimizerStepPlan, given: range) -> dict[str, float]:
         """Metrics of the optimizer step that gives the old log-probs of its samples, which are written into `data`."""
+        old = data.batch.pop("old_log_probs")  # incomplete until then, so a failure leaves none to be written
         config = replace(self._loss_config, first_step=True)
         shards = training_shards(self._training_data(data, config), plan)
-        try:
-            answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
-        except Exception:
-            del data.batch["old_log_probs"]  # so that no zeros are written as if they were log-probs
-            raise
+        answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
         log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
         rows = list(given)
-        data.batch["old_log_probs"][rows] = log_probs.batch["log_probs"] * data.batch["response_mask"][rows]
+        old[rows] = log_probs.batch["log_probs"] * data.batch["response_mask"][rows]
+        data.batch["old_log_probs"] = old
         check_finite(data)
         return answers[0][0]
 
@@ -377,9 +375,8 @@ class RLLearner(ActorLearner):
         data.meta_info |= {"loss": "value", "loss_config": self._value_loss_config}
         steps: list[dict[str, float]] = []
         with clock.measure("train_critic"):
-            for _ in range(self._config.ppo_epochs):
-                for plan in training_plans(whole, self._config.critic, critic.platform):
-                    steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
+            for plan in training_plans(whole, self._config.critic, critic.platform) * self._config.ppo_epochs:
+                steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_data(self, data: DataProto, config: PolicyLossConfig) -> DataProto:
@@ -387,8 +384,6 @@ class RLLearner(ActorLearner):
         unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
         if config.reads_turns:
             unused -= {"turn_index"}
-        if config.first_step:
-            unused |= {"old_log_probs"}
         selected = data.select(*(key for key in data.tensors() if key not in unused))
         selected.meta_info |= {"loss": "policy", "loss_config": config}
         return selected

@@ -44,12 +44,13 @@ async def run_and_check(
 
 async def run_groups(setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False):
     """Runs groups, either way."""
-    runner = setup.runner
-    runs = [(one, runner.episodes(one, "train", WALK, group_size + redundancy, 3, SAMPLING)) for one in groups]
+    runner, count = setup.runner, group_size + redundancy
+    runs = [(one, runner.episodes(one, "train", WALK, count, 3, SAMPLING)) for one in groups]
+    places = asyncio.Semaphore(count * len(groups))
     if lockstep:
         await runner.run_lockstep(runs, group_size, StepClock())
     else:
-        await run_all(runner.run_group(one, episodes, group_size, StepClock()) for one, episodes in runs)
+        await run_all(runner.run_group(one, episodes, group_size, StepClock(), places) for one, episodes in runs)
     return groups
 
 
@@ -228,7 +229,7 @@ def test_a_bug_while_environments_open_is_raised_and_nothing_is_left_running(loc
         if lockstep:
             await setup.runner.run_lockstep(runs, 3, StepClock())
         else:
-            await setup.runner.run_group(*runs[0], 3, StepClock())
+            await setup.runner.run_group(*runs[0], 3, StepClock(), asyncio.Semaphore(3))
 
     async def then_settles() -> None:
         with pytest.raises(ZeroDivisionError):
@@ -281,7 +282,8 @@ def test_environments_cancelled_while_they_open_free_their_slot():
     async def two_groups() -> list[Group]:
         groups, runner = [group(0), group(1)], setup.runner
         for one in groups:
-            await runner.run_group(one, runner.episodes(one, "train", WALK, 3, 3, SAMPLING), 2, StepClock())
+            episodes = runner.episodes(one, "train", WALK, 3, 3, SAMPLING)
+            await runner.run_group(one, episodes, 2, StepClock(), asyncio.Semaphore(3))
         await asyncio.sleep(10.0)
         await nothing_left(setup)
         return groups

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import nullcontext
 
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvPool
@@ -20,12 +19,6 @@ Decode = Callable[[list[int]], str]
 
 Failure = EpisodeFailed | EnvFailure
 """Failures of one episode; both have a `reason`."""
-
-
-Places = asyncio.Semaphore | nullcontext[None]
-"""Environments that may run; waited for in order of arrival."""
-
-UNLIMITED: Places = nullcontext()
 
 
 class RolloutRunner:
@@ -61,12 +54,13 @@ class RolloutRunner:
         return [Episode(name, task, group.problem, seed, sampling, self._sequence_length, self._chat) for name in names]
 
     async def run_group(
-        self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer, places: Places = UNLIMITED
+        self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer, places: asyncio.Semaphore
     ) -> None:
         """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
         They are kept in the order of `episodes`. If too many fail, the rest is cancelled too and the group is dropped.
-        An episode takes one of `places` while it runs. The episodes share an engine, which the first of them chooses.
+        An episode takes one of `places`, in order of arrival, while it runs. The episodes share an engine, which the
+        first of them chooses.
         """
         succeeded: list[Episode] = []
         failures: list[Failure] = []
