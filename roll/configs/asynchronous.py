@@ -54,6 +54,8 @@ def _runs_ahead(consequence: str) -> Condition:
 
 SAMPLES_AGE = _runs_ahead("samples are never stale")
 
+PROMPTS_MIX = _runs_ahead("engines never have older and newer prompts at a time")
+
 REACHED = Condition(
     lambda config, section: section.staleness_threshold < versions_ahead(config.async_generation_ratio),
     "no sample is older than ceil(async_generation_ratio) versions, so stale_samples_ratio is always 0; use less",

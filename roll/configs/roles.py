@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.configs.asynchronous import PROMPTS_MIX
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
@@ -453,6 +454,9 @@ class ReferenceConfig(MegatronRoleConfig):
     strategy_args: MegatronInferArguments = option(factory=MegatronInferArguments, help="The role's engine.")
 
 
+NEWER_REQUESTS_ON_CPU = 4
+"""A step of the CPU engine takes about as long for no request as four requests add to it."""
+
 OWN_BATCHES = AbsentKey("the engine forms its own batches; max_running_requests bounds them")
 OWN_KERNELS = AbsentKey("the engine chooses its own kernels")
 
@@ -477,6 +481,10 @@ class EngineRoleConfig(RoleConfig):
         engines = len(self.device_mapping) // self.num_gpus_per_worker
         return ParallelLayout(tensor=self.num_gpus_per_worker, data=max(1, engines))
 
+    def newer_requests(self, platform: str) -> int | None:
+        """Requests of newer prompts that an engine starts beside older ones, on cpu or cuda; None: no limit."""
+        return None
+
 
 @dataclass
 class ActorInferConfig(EngineRoleConfig):
@@ -491,6 +499,19 @@ class ActorInferConfig(EngineRoleConfig):
     }
 
     generating_args: GeneratingArguments = option(factory=GeneratingArguments, help="The sampling of training.")
+    max_newer_requests: int | None = option(
+        None,
+        "Requests of newer prompts that one engine starts beside those of older prompts, which training needs first. "
+        f"Default: {NEWER_REQUESTS_ON_CPU} on a CPU, where each request makes a step of the engine longer; no limit on "
+        "GPUs.",
+        ge=0,
+        only_for=PROMPTS_MIX,
+    )
+
+    def newer_requests(self, platform: str) -> int | None:
+        """`max_newer_requests` or its default."""
+        default = NEWER_REQUESTS_ON_CPU if platform == "cpu" else None
+        return default if self.max_newer_requests is None else self.max_newer_requests
 
 
 @dataclass

@@ -112,6 +112,7 @@ class InferWorker(WeightReceiver):
             config.generation_timeout_s,
             deterministic=self.pipeline_config.deterministic,
             running=config.max_running_requests,
+            newer=config.newer_requests(self.rank.platform),
             version=lambda: self.version,
         )
         if self.rank.cores:

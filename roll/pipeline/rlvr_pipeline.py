@@ -61,15 +61,18 @@ class RLVRWorker(RolloutWorker):
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """The next prompt for each request."""
         indices = self._sampler.take(len(requests))
-        return [self._group("train", request.number, at) for request, at in zip(requests, indices, strict=True)]
+        return [
+            self._group("train", request.number, at, request.version)
+            for request, at in zip(requests, indices, strict=True)
+        ]
 
     def validation_groups(self) -> list[Group]:
         """One group for each validation prompt."""
         return [self._group("val", number, number) for number in range(len(self._prompts["val"]))]
 
-    def _group(self, purpose: Purpose, number: int, index: int) -> Group:
+    def _group(self, purpose: Purpose, number: int, index: int, version: int | None = None) -> Group:
         prompt = self._prompts[purpose][index]
-        return Group(number, prompt.tag, index, prompt.id, ground_truth=prompt.ground_truth)
+        return Group(number, prompt.tag, index, prompt.id, ground_truth=prompt.ground_truth, version=version)
 
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
         """Generates all responses of all groups in one call, then scores the complete groups in one batch."""
@@ -118,13 +121,15 @@ class RLVRWorker(RolloutWorker):
                 prompt_ids=prompt.ids,
                 sampling=sampling,
                 seed=role_seed(self._seed, purpose, group.number, index),
+                version=group.version,
             )
             for index in range(samples)
         ]
         if purpose == "train" and self._greedy:
             greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, sampling_mask=False)
             seed = role_seed(self._seed, purpose, group.number, samples)
-            requests.append(GenerateRequest(f"{purpose}-{group.number}-greedy", prompt.ids, greedy, seed))
+            name = f"{purpose}-{group.number}-greedy"
+            requests.append(GenerateRequest(name, prompt.ids, greedy, seed, group.version))
         return requests
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:

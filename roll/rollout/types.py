@@ -35,12 +35,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response to sample for the exact ids of one prompt."""
+    """One response to sample for the exact ids of one prompt.
+
+    `version` is that of the weights when the prompt was submitted. Engines start older requests first, and before
+    them those without a version.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ class Group:
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
         ground_truth: of the prompt, for dumps; None for environments.
+        version: of the weights when it was submitted; None: for validation.
     """
 
     number: int
@@ -227,6 +233,7 @@ class Group:
     drop_reason: str | None = None
     failure: str | None = None
     ground_truth: str | None = None
+    version: int | None = None
 
     def drop(self, reason: str, failure: str) -> None:
         """Marks the group as one that cannot be learned from."""
@@ -256,6 +263,7 @@ class Group:
             "problem": self.problem,
             "name": self.name,
             "ground_truth": self.ground_truth,
+            "version": self.version,
             "trajectories": [trajectory.state_dict() for trajectory in self.trajectories],
             "greedy": None if self.greedy is None else self.greedy.state_dict(),
         }
@@ -265,7 +273,7 @@ class Group:
         """Restores `state_dict`."""
         trajectories = [Trajectory.from_state(trajectory) for trajectory in state["trajectories"]]
         group = cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)
-        group.ground_truth = state["ground_truth"]
+        group.ground_truth, group.version = state["ground_truth"], state.get("version")
         if state.get("greedy") is not None:
             group.greedy = Trajectory.from_state(state["greedy"])
         return group

@@ -175,3 +175,10 @@ def test_a_forward_pass_takes_as_many_samples_as_a_training_pass(
 ) -> None:
     config = rlvr(tmp_path, "actor_train.training_args.gradient_accumulation_steps=1", *values)
     assert sizes == tuple(role.infer_batch_size for role in (config.actor_train, config.reference, config.critic))
+
+
+def test_few_newer_requests_start_beside_older_ones_on_a_cpu_unless_the_file_says_otherwise() -> None:
+    assert [ActorInferConfig().newer_requests(platform) for platform in ("cpu", "cuda")] == [4, None]
+    set_in_file = ActorInferConfig(max_newer_requests=0)
+    assert [set_in_file.newer_requests(platform) for platform in ("cpu", "cuda")] == [0, 0]
+    assert JudgeConfig().newer_requests("cpu") is None

@@ -253,6 +253,7 @@ HARMLESS = {
     "async_generation_ratio=1 actor_train.use_dynamic_batching_in_infer=true "
     "actor_train.max_tokens_per_microbatch_in_infer=512": "actor_train.max_tokens_per_microbatch_in_infer: has no effe",
     "old_log_probs_source=behavior actor_train.use_dynamic_batching_in_infer=true": "batching_in_infer: has no effect",
+    "actor_infer.max_newer_requests=2": "max_newer_requests: has no effect: async_generation_ratio is 0",
     "async_training.max_queue_size=600": "max_queue_size: has no effect: async_generation_ratio is 0",
     "async_training.batch_generation_interval=1": "batch_generation_interval_s: has no effect: each batch is generated "
     "on request",

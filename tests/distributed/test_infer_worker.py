@@ -18,6 +18,7 @@ from roll.distributed.strategy.sglang_engine import Engine, EngineError, EngineN
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.receiver import StaleWeightsError
 from roll.distributed.worker import WorkerRank
+from roll.rollout.types import GenerateRequest, SamplingParams
 
 
 class Echo:
@@ -39,7 +40,7 @@ class EngineWithoutProcesses(InferWorker):
     async def _open_session(self) -> None: ...
 
 
-REQUESTS: Any = ["request"]
+REQUESTS = [GenerateRequest("request", [1], SamplingParams(max_new_tokens=1))]
 
 
 async def worker() -> InferWorker:
@@ -127,7 +128,7 @@ def test_requests_that_wait_in_a_paused_engine_fail_with_it(cause: str) -> None:
 
     async def run() -> None:
         engine = await worker()
-        engine._generation = Generation(engine.engine, 60, deterministic=False, running=1, version=lambda: 0)
+        engine._generation = Generation(engine.engine, 60, False, running=1, newer=None, version=lambda: 0)
         engine._generation._not_paused.clear()
         answers = [asyncio.create_task(engine.generate(REQUESTS * 3)) for _ in range(2)]
         await asyncio.sleep(0.01)

@@ -50,7 +50,10 @@ class EngineHost:
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
         version = self.worker.version
-        generation = Generation(self.worker.engine, timeout_s, deterministic=False, running=32, version=lambda: version)
+        engine, running = self.worker.engine, self.worker.config.max_running_requests
+        generation = Generation(
+            engine, timeout_s, deterministic=False, running=running, newer=None, version=lambda: version
+        )
         return await generation.generate(requests)
 
     async def cpu_seconds(self, wall_s: float) -> float:

@@ -175,8 +175,12 @@ class Setup:
         return sum(len(worker.server) for worker in self.workers)
 
 
+VERSION = 3
+"""Of the weights when the environment of `episode` was submitted."""
+
+
 def episode(what: Task, sequence_length: int = 1000, sampling: SamplingParams = SAMPLING) -> Episode:
-    return Episode("train-0-0", what, 7, 1, sampling, sequence_length, chat())
+    return Episode("train-0-0", what, 7, 1, sampling, sequence_length, VERSION, chat())
 
 
 async def run_episode(one: Episode, setup: Setup) -> Episode:

@@ -14,6 +14,7 @@ from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.agentic.episode import Episode, EpisodeFailed
 from tests.pipeline.agents import (
     SAMPLING,
+    VERSION,
     Engines,
     Setup,
     chat,
@@ -48,6 +49,7 @@ def test_every_request_has_the_exact_ids_so_far():
     assert len(engines.requests) == 3
     for request, turn in zip(engines.requests, trajectory.turns, strict=True):
         assert request.prompt_ids == trajectory.ids[: turn.start]
+        assert request.version == VERSION
     assert [turn.text for turn in trajectory.turns] == ["left", "right", "gold"]
     whole = tokenizer().decode(trajectory.ids)
     assert whole.startswith("Walk.\n1: start ")
@@ -188,7 +190,7 @@ def test_warm_start_data_has_the_ids_of_the_episode(tmp_path):
     answers = [message["content"] for message in sample.question.messages if message["role"] == "assistant"]
     what = replace(task("frozen_lake", **LAKE), template="{observation}\n")
     seed = role_seed(5, "play", "train", 0)
-    one = Episode("train-0-0", what, seed, 1, SAMPLING, 1000, chat())
+    one = Episode("train-0-0", what, seed, 1, SAMPLING, 1000, 0, chat())
     trajectory = run(run_episode(one, Setup(Engines(in_turn(*answers, sample.response))))).trajectory
     assert trajectory.stop == "terminated" and len(trajectory.turns) == len(answers) + 1 > 2
     assert trajectory.ids == [*examples[0].prompt_ids, *examples[0].response_ids]

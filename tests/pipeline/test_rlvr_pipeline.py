@@ -89,6 +89,17 @@ def test_all_groups_are_generated_in_one_call_and_scored():
             assert trajectory.score == len(turn.text) and trajectory.stop == "terminated"
 
 
+def test_requests_have_the_version_of_their_prompt_and_those_of_validation_none():
+    engines = Engines(one_of("12"))
+    made = worker(2, engines)
+    groups = made.draw([PromptRequest(number, version, version + 1) for number, version in enumerate((3, 4))])
+    asyncio.run(made.generate(groups, "train", StepClock()))
+    assert [request.version for request in engines.requests] == [3, 3, 4, 4]
+    assert [Group.from_state(group.state_dict()).version for group in groups] == [3, 4]
+    asyncio.run(made.validate())
+    assert {request.version for request in engines.requests[4:]} == {None}
+
+
 def test_numbers_that_the_reward_returns_are_metrics_of_the_batch():
     made = worker(2)
     groups = generated(made, 5)

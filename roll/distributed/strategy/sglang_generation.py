@@ -14,6 +14,7 @@ from typing import Any, Literal
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.strategy.sglang_engine import Engine, EngineError
 from roll.distributed.strategy.sglang_requests import RequestSender
+from roll.rollout.request_order import RequestOrder
 from roll.rollout.types import GenerateRequest, GenerateResult
 
 ABORT_GRACE_S = 5.0
@@ -28,6 +29,9 @@ QUEUE_FACTOR = 1.25
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that the engine hangs."""
 
+BEFORE_ALL = -1
+"""Version of a request without one, such as those of validation."""
+
 IDLE_TIMEOUT_S = 15.0
 """A scheduler becomes idle one or two steps after its last answer, which can take seconds on a busy machine."""
 
@@ -41,7 +45,13 @@ class Generation:
     """
 
     def __init__(
-        self, engine: Engine, timeout_s: float, deterministic: bool, running: int, version: Callable[[], int]
+        self,
+        engine: Engine,
+        timeout_s: float,
+        deterministic: bool,
+        running: int,
+        newer: int | None,
+        version: Callable[[], int],
     ) -> None:
         """Submits nothing yet.
 
@@ -51,6 +61,8 @@ class Generation:
                 are not counted, except with `deterministic`, where requests queue inside the engine.
             deterministic: see above.
             running: requests the engine runs at a time.
+            newer: most requests of newer prompts that start beside those of older ones; None: no limit. With
+                `deterministic` there is none.
             version: gives the version of the weights; requests share cached prefixes only within one version.
         """
         self._version = version
@@ -58,7 +70,7 @@ class Generation:
         self._sender = RequestSender(engine)
         self._timeout_s = timeout_s
         self._deterministic = deterministic
-        self._free_slots = asyncio.Semaphore(math.ceil(running * QUEUE_FACTOR))
+        self._order: RequestOrder[asyncio.Future[None]] = RequestOrder(math.ceil(running * QUEUE_FACTOR), newer)
         self._one_call = asyncio.Lock()
         self._submitting = asyncio.Lock()
         self._not_paused = asyncio.Event()
@@ -180,8 +192,26 @@ class Generation:
         return f"{next(self._names):016d}"
 
     async def _answer_when_free(self, request: GenerateRequest) -> GenerateResult:
-        async with self._free_slots:
+        version = BEFORE_ALL if request.version is None else request.version
+        turn = asyncio.get_running_loop().create_future()
+        self._order.add(version, turn)
+        self._start_next()
+        try:
+            await turn
             return await self._answer(request, self._name())
+        finally:
+            if not turn.cancelled():  # a cancelled turn still waits, and ends when it would start
+                self._order.end(version)
+                self._start_next()
+
+    def _start_next(self) -> None:
+        """Starts the requests whose turn it is."""
+        while started := self._order.start():
+            for version, turn in started:
+                if turn.cancelled():
+                    self._order.end(version)
+                else:
+                    turn.set_result(None)
 
     async def _answer(self, request: GenerateRequest, name: str) -> GenerateResult:
         """The whole response, joined from the parts that pauses interrupted."""

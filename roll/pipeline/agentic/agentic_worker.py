@@ -53,16 +53,17 @@ class AgenticWorker(RolloutWorker):
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """An environment for each request; tag and seed depend only on the number of the request."""
-        return [self._group("train_env", request.number, self._train_tags) for request in requests]
+        return [self._group("train_env", request.number, self._train_tags, request.version) for request in requests]
 
     def validation_groups(self) -> list[Group]:
         """`val_batch_size` trajectories of validation environments."""
         count = (self._agentic.val_batch_size or 0) // self._agentic.val_env_manager.group_size
         return [self._group("val_env", number, self._val_tags) for number in range(count)]
 
-    def _group(self, seed_name: str, number: int, tags: TagCycle) -> Group:
+    def _group(self, seed_name: str, number: int, tags: TagCycle, version: int | None = None) -> Group:
         tag = tags.tag(number)
-        return Group(number, tag, role_seed(self._agentic.seed, seed_name, number), f"{tag}-{number}")
+        seed = role_seed(self._agentic.seed, seed_name, number)
+        return Group(number, tag, seed, f"{tag}-{number}", version=version)
 
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
         """Runs the groups' episodes, over all concurrent calls in at most as many environments as the manager has.

@@ -62,6 +62,7 @@ class Episode:
         seed: int,
         sampling: SamplingParams,
         sequence_length: int,
+        version: int | None,
         chat: ConversationEncoder,
     ) -> None:
         """Sets up the episode; `begin` opens the environment.
@@ -73,11 +74,12 @@ class Episode:
             seed: seeds of the responses derive from it.
             sampling: of the responses.
             sequence_length: maximum tokens of the whole trajectory.
+            version: of its requests; see `GenerateRequest`.
             chat: converts messages to ids.
         """
         self.trajectory = Trajectory()
         self._name, self._task, self._env_seed, self._seed = name, task, env_seed, seed
-        self._sampling, self._sequence_length, self._chat = sampling, sequence_length, chat
+        self._sampling, self._sequence_length, self._version, self._chat = sampling, sequence_length, version, chat
         self._env: EnvHandle | None = None
         self._rules: Mapping[str, Aggregation] = {}
         self._observation = ""
@@ -114,6 +116,7 @@ class Episode:
             prompt_ids=list(trajectory.ids),
             sampling=replace(self._sampling, max_new_tokens=limit),
             seed=role_seed(self._seed, self._name, turn),
+            version=self._version,
         )
 
     async def add_response(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:

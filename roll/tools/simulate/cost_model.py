@@ -40,6 +40,7 @@ class CostModel:
         measured: measurements of a synchronous run.
         speed: of an engine.
         lengths: response lengths in tokens.
+        newer: see `Scenario`.
         overhead: seconds of a step on the driver.
         slowdown: factor on both sides while training and generation run at once.
     """
@@ -48,6 +49,7 @@ class CostModel:
     measured: Measurements
     speed: DecodeSpeed
     lengths: Sequence[float]
+    newer: int | None = None
     overhead: float = 0.0
     slowdown: float = 1.0
 
@@ -73,6 +75,7 @@ class CostModel:
             ),
             lengths=self.lengths,
             slowdown=self.slowdown,
+            newer=self.newer,
             drain=config.in_flight_policy == "drain",
             steps=steps,
         )
@@ -142,7 +145,8 @@ def fit_cost_model(
         lengths=lengths,
     )
     speed = DecodeSpeed(measured.times.generate / generation_seconds(unit_speed), doubling_batch)
-    return CostModel(config, measured, speed, lengths, overhead=_overhead(measured))
+    newer = config.actor_infer.newer_requests(platform)
+    return CostModel(config, measured, speed, lengths, newer, overhead=_overhead(measured))
 
 
 def _overhead(measured: Measurements) -> float:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.engine_pool import Balancer
+from roll.rollout.request_order import RequestOrder
 from roll.rollout.timers import BusyTimer
 
 ROUNDING = 1e-9
@@ -65,6 +66,7 @@ class Scenario:
         samples_per_prompt: responses sampled for each prompt.
         engines: number of engines.
         slots: requests that one engine runs at a time.
+        newer: most of them that start beside requests of older prompts; None: no limit.
         speed: of an engine.
         costs: of the other parts of a step.
         lengths: response lengths in tokens, used cyclically.
@@ -81,6 +83,7 @@ class Scenario:
     costs: StepCosts
     lengths: Sequence[float]
     slowdown: float = 1.0
+    newer: int | None = None
     drain: bool = False
     steps: int = 20
 
@@ -129,7 +132,7 @@ def generation_seconds(scenario: Scenario, batches: int = 8) -> float:
 
 
 class SimulatedEngine:
-    """One engine with continuous batching: up to `slots` requests run at a time, the others wait in order.
+    """One engine with continuous batching: up to `slots` requests run at a time, the others wait, the oldest first.
 
     All running requests gain tokens at the same rate, so one counter of iterations gives the end of each, and an event
     costs O(log slots). Call `advance` before reading or changing anything at a later time.
@@ -140,11 +143,10 @@ class SimulatedEngine:
         admitting: whether waiting requests may start.
     """
 
-    def __init__(self, speed: DecodeSpeed, slots: int) -> None:
+    def __init__(self, speed: DecodeSpeed, slots: int, newer: int | None = None) -> None:
         self._speed = speed
-        self._slots = slots
-        self._waiting: deque[tuple[int, float]] = deque()
-        self._running: list[tuple[float, int, int]] = []
+        self._order: RequestOrder[tuple[int, float]] = RequestOrder(slots, newer)
+        self._running: list[tuple[float, int, int, int]] = []
         self._iterations = 0.0
         self._now = 0.0
         self._started = 0
@@ -157,9 +159,9 @@ class SimulatedEngine:
         """Whether any request runs."""
         return bool(self._running)
 
-    def submit(self, request: int, tokens: float) -> None:
-        """Queues a request for a response of `tokens` tokens."""
-        self._waiting.append((request, tokens))
+    def submit(self, request: int, tokens: float, version: int = 0) -> None:
+        """Queues a request for a response of `tokens` tokens to a prompt submitted at `version`."""
+        self._order.add(version, (request, tokens))
 
     def advance(self, now: float) -> None:
         """Generates until time `now`."""
@@ -171,16 +173,17 @@ class SimulatedEngine:
         """Removes and returns the requests that have all of their tokens."""
         finished = []
         while self._running and self._running[0][0] <= self._iterations + ROUNDING * (1 + self._iterations):
-            finished.append(heapq.heappop(self._running)[2])
+            *_, request, version = heapq.heappop(self._running)
+            self._order.end(version)
+            finished.append(request)
         return finished
 
     def start_waiting(self) -> list[int]:
-        """Starts waiting requests while there are free slots; returns those started."""
+        """Starts the waiting requests that may run now; returns those started."""
         started = []
-        while self.admitting and self._waiting and len(self._running) < self._slots:
-            request, tokens = self._waiting.popleft()
+        for version, (request, tokens) in self._order.start() if self.admitting else ():
             self._started += 1
-            heapq.heappush(self._running, (self._iterations + tokens, self._started, request))
+            heapq.heappush(self._running, (self._iterations + tokens, self._started, request, version))
             started.append(request)
         return started
 
@@ -202,7 +205,8 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._admission: Admission[None] = Admission(scenario.settings)
-        self._engines = [SimulatedEngine(scenario.speed, scenario.slots) for _ in range(scenario.engines)]
+        engine = scenario.speed, scenario.slots, scenario.newer
+        self._engines = [SimulatedEngine(*engine) for _ in range(scenario.engines)]
         self._balancer = Balancer(scenario.engines)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._stamps: Counter[object] = Counter()
@@ -280,7 +284,8 @@ class _Simulation:
             used.add(engine)
             for sample in range(scenario.samples_per_prompt):
                 index = request.number * scenario.samples_per_prompt + sample
-                self._engines[engine].submit(request.number, scenario.lengths[index % len(scenario.lengths)])
+                length = scenario.lengths[index % len(scenario.lengths)]
+                self._engines[engine].submit(request.number, length, request.version)
         for engine in sorted(used):
             self._on_engine(engine)
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from roll.distributed.strategy.sglang_engine import EngineError
-from roll.distributed.strategy.sglang_generation import completed, joined, refused, to_result, token_versions
+from roll.distributed.strategy.sglang_generation import (
+    Generation,
+    completed,
+    joined,
+    refused,
+    to_result,
+    token_versions,
+)
 from roll.distributed.strategy.sglang_requests import sampling_parameters
-from roll.rollout.types import GenerateRequest, SamplingParams
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 REQUEST = GenerateRequest("r", [1, 2], SamplingParams(4))
 
@@ -89,3 +101,61 @@ def test_a_request_that_the_scheduler_refuses_has_its_reason():
     assert refused(refusal) == "Input length (9) exceeds 5"
     assert refused(reply({"type": "abort", "message": "aborted"})) is None
     assert refused(reply({"type": "length"})) is None
+
+
+class WithoutEngine(Generation):
+    """Answers a request when the test says so."""
+
+    def __init__(self, newer: int | None) -> None:
+        super().__init__(cast(Any, SimpleNamespace()), 60, False, running=2, newer=newer, version=lambda: 0)
+        self.started: list[str] = []
+        self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def _answer(self, request: GenerateRequest, name: str) -> GenerateResult:
+        self.started.append(request.request_id)
+        await self.ended[request.request_id].wait()
+        return GenerateResult(request.request_id, [7], [-1.0], [0], "stop")
+
+    async def ask(self, name: str, version: int | None) -> asyncio.Task[list[GenerateResult]]:
+        request = GenerateRequest(name, [1], SamplingParams(4), version=version)
+        task = asyncio.create_task(self.generate([request]))
+        await asyncio.sleep(0.001)
+        return task
+
+
+def test_a_newer_request_starts_when_the_older_ones_have_ended():
+    async def run() -> None:
+        generation = WithoutEngine(newer=0)
+        tasks = [await generation.ask(*each) for each in (("old", 1), ("new", 2), ("older", 0), ("validation", None))]
+        assert generation.started == ["old", "older", "validation"]
+        for name in ("old", "older"):
+            generation.ended[name].set()
+        await asyncio.sleep(0.001)
+        assert "new" not in generation.started, "a request of validation still runs"
+        for name in ("validation", "new"):
+            generation.ended[name].set()
+        assert [result.request_id for [result] in await asyncio.gather(*tasks)] == ["old", "new", "older", "validation"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["runs", "waits"])
+def test_a_cancelled_request_leaves_its_place_to_the_next(name):
+    async def run() -> None:
+        generation = WithoutEngine(newer=0)
+        tasks = {each: await generation.ask(each, version) for version, each in enumerate(("runs", "waits", "next"))}
+        tasks[name].cancel()
+        generation.ended["runs"].set()
+        await asyncio.sleep(0.001)
+        if name == "runs":
+            assert generation.started == ["runs", "waits"]
+            generation.ended["waits"].set()
+            await asyncio.sleep(0.001)
+        assert generation.started[-1] == "next"
+        assert ("waits" in generation.started) == (name == "runs")
+        generation.ended["next"].set()
+        answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert [isinstance(answer, asyncio.CancelledError) for answer in answers].count(True) == 1
+        assert isinstance(answers[list(tasks).index(name)], asyncio.CancelledError)
+
+    asyncio.run(run())

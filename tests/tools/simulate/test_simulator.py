@@ -174,3 +174,21 @@ def test_engine_that_admits_nothing_finishes_its_requests() -> None:
     engine.admitting = False
     engine.advance(1.0)
     assert engine.pop_finished() == [0] and engine.start_waiting() == [] and not engine.active
+
+
+def test_older_requests_start_first_and_few_newer_ones_beside_them() -> None:
+    engine = SimulatedEngine(DecodeSpeed(1.0), slots=8, newer=1)
+    for request, version in enumerate((1, 2, 2, 0)):
+        engine.submit(request, 10, version)
+    assert engine.start_waiting() == [3, 0], "one newer than version 0"
+    assert run_engine(engine) == [(10.0, 3), (10.0, 0), (20.0, 1), (20.0, 2)]
+
+
+def test_newer_requests_beside_older_ones_cost_time_where_steps_grow_with_their_requests() -> None:
+    """The older ones delay training, and then the newer ones are complete before it needs them."""
+    settings, speed = AdmissionSettings(batch_size=64, ratio=1), DecodeSpeed(0.001, doubling_batch=4)
+    growing = scenario(8.0, 0.0, 1, slots=64, speed=speed, settings=settings, lengths=TAIL, steps=60)
+    alone = generation_seconds(growing)
+    growing = replace(growing, costs=StepCosts(0.8 * alone))
+    few, any_number = (simulate(replace(growing, newer=newer)).step_seconds for newer in (4, None))
+    assert few < alone < 1.1 * alone < any_number
