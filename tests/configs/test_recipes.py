@@ -184,6 +184,24 @@ def test_a_weight_by_length_is_read_with_a_remark_on_which_lengths_are_compared(
     assert "length_loss_weight" not in notes(load("rlvr_five_domains"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "packs", "remark"),
+    [
+        ([], False, "says the same as actor_train.use_sequence_packing"),
+        (["use_remove_padding=true"], True, "is read as actor_train.use_sequence_packing: true"),
+        (["use_sequence_packing=true"], True, "actor_train.use_sequence_packing decides"),
+        (["use_sequence_packing=false", "use_remove_padding=true"], False, "actor_train.use_sequence_packing decides"),
+        (["use_sequence_packing=null", "use_remove_padding=true"], True, "is read as actor_train.use_sequence_packing"),
+    ],
+)
+def test_padding_is_computed_only_if_neither_key_removes_it(overrides: list[str], packs: bool, remark: str) -> None:
+    """The recipe has false for both."""
+    config = load("rlvr_offpolicy", *(f"actor_train.{override}" for override in overrides))
+    assert isinstance(config, RLVRConfig)
+    assert config.actor_train.use_sequence_packing is packs
+    assert f"actor_train.use_remove_padding: {remark}" in notes(config)
+
+
 def test_columns_of_a_recipe_for_sft() -> None:
     data = load("sft_alpaca").actor_train.data_args
     assert (data.prompt, data.query, data.response, data.system) == ("instruction", "input", "output", "system")

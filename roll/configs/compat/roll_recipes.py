@@ -32,6 +32,9 @@ from roll.configs.schema import keys_along
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
 
+PACKED_ROLES = ("actor_train", "reference", "critic", "reward")
+"""Roles that compute whole sequences, and so choose whether they pad them."""
+
 FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "fsdp2_infer", "fsdp_infer", "vllm", "sglang")
 """Engines that a reference may have in ROLL."""
 
@@ -67,6 +70,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization, read_rewards):
         read(recipe)
     _read_distillation(recipe)
+    _read_remove_padding(recipe)
 
 
 def drop_nulls(recipe: Recipe, root: type, path: str = "") -> None:
@@ -134,6 +138,23 @@ def _read_distillation(recipe: Recipe) -> None:
             recipe.drop("adv_estimator", f"{path} learns from the teacher alone")
         recipe.put("adv_estimator", "opd")
         recipe.note(path, "is read as adv_estimator: opd")
+
+
+def _read_remove_padding(recipe: Recipe) -> None:
+    """ROLL computes no padding where either of two keys is true; an override of ours decides."""
+    for role in PACKED_ROLES:
+        path, ours = f"{role}.use_remove_padding", f"{role}.use_sequence_packing"
+        removes = recipe.take_switch(path)
+        if removes is None:
+            continue
+        packs = recipe.get(ours)
+        if packs is None or (removes and packs is False and ours not in recipe.overridden):
+            recipe.put(ours, removes)
+            recipe.note(path, f"is read as {ours}: {str(removes).lower()}")
+        elif packs is removes:
+            recipe.note(path, f"says the same as {ours}")
+        else:
+            recipe.note(path, f"{ours} decides")
 
 
 def _read_critic(recipe: Recipe) -> None:

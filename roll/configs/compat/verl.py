@@ -30,6 +30,7 @@ NAMES: Names = {
     "data.max_response_length": "response_length",
     "actor_rollout_ref.model.path": "pretrain",
     "actor_rollout_ref.rollout.n": "num_return_sequences_in_group",
+    "model.use_remove_padding": "actor_train.use_sequence_packing",
     "rollout.temperature": f"{SAMPLING}.temperature",
     "rollout.top_p": f"{SAMPLING}.top_p",
     "rollout.top_k": f"{SAMPLING}.top_k",
