@@ -1,4 +1,4 @@
-"""Speed-up of asynchronous training: steps per hour at ratio 0, 1 and 2, against ideal overlap.
+"""Speed-up of asynchronous training: steps at ratio 0, 1 and 2, against ideal overlap.
 
     python -m benchmarks.async_overlap --json FILE
 
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import Measurement, at_least, at_most, main, median
-from benchmarks.overlap_runs import GENERATE_CORE, TRAIN_CORE, busy_core, mean, run_at, write_recipe
+from benchmarks.overlap_runs import GENERATE_CORE, SLOTS, TRAIN_CORE, busy_core, mean, run_at, write_recipe
 
 ROUNDS = 3
 EFFICIENCY = 0.9
@@ -26,7 +26,7 @@ NOISE = 0.97
 
 
 def measure() -> Measurement:
-    """Steps per hour, speed-ups, and their fraction of the ideal speed-up."""
+    """Seconds of a step and fractions of the ideal speed-up of each round, and the medians over the rounds."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_recipe(Path(folder))
         rounds = [measure_round(config, str(number)) for number in range(ROUNDS)]
@@ -41,8 +41,12 @@ def measure() -> Measurement:
 
 
 def measure_round(config: Path, name: str) -> dict[str, float]:
-    """One run at each ratio and one with each core busy; seconds are those of a step, `rest` all but generation."""
+    """One run at each ratio, one at ratio 1 without a limit of newer requests, and one at ratio 0 with each core busy.
+
+    Seconds are those of a step; `rest` is all of it but waiting for generation.
+    """
     lines = {ratio: run_at(config, ratio, f"{name}-ratio-{ratio}") for ratio in (0, 1, 2)}
+    unlimited = run_at(config, 1, f"{name}-unlimited", f"actor_infer.max_newer_requests={SLOTS}")
     with busy_core(TRAIN_CORE):
         busy_generate, _ = _parts(run_at(config, 0, f"{name}-train-core-busy"))
     with busy_core(GENERATE_CORE):
@@ -52,6 +56,7 @@ def measure_round(config: Path, name: str) -> dict[str, float]:
     ideal = (generate + rest) / max(busy_generate, busy_rest)
     return {
         **{f"seconds_{ratio}": value for ratio, value in seconds.items()},
+        "seconds_1_without_limit": mean(unlimited, "time/step"),
         "generate_seconds": generate,
         "generate_seconds_other_core_busy": busy_generate,
         "rest_seconds": rest,

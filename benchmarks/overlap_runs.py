@@ -1,8 +1,8 @@
 """Runs of one recipe at several ratios, for the benchmarks that compare them: one core trains, the other generates.
 
-Response lengths are long-tailed: a random model draws the stop token with about the same probability at every step, so
-lengths are geometric, up to a limit of almost four times the mean. Number and limit are those of the long tail in
-`against_trl`, so a batch takes about as long to generate as to train on.
+Response lengths are long-tailed: a random model draws a stop token or the end with about the same probability at every
+step, so lengths are geometric, up to a limit of almost four times the mean. Samples and limit are those of the long tail
+of `against_trl`; a batch takes about as long to generate as to train on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ WARM_UP_STEPS = 4
 """Steps left out: engines and allocators warm up, and an asynchronous run fills its buffer."""
 SPIN = "import torch\ntorch.set_num_threads(1)\nmatrix = torch.randn(256, 256)\nwhile True:\n    matrix @ matrix"
 """Python program that keeps a core as busy as training or generation."""
+SLOTS = 64
+"""Requests that the engine runs at a time."""
 TRAIN_CORE, GENERATE_CORE = 0, 1
 """Indices of the cores that each side is pinned to by its device."""
 
@@ -58,7 +60,7 @@ RECIPE: dict[str, Any] = {
         "generating_args": {"stop_strings": ["a"]},
         "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
         "device_mapping": [1],
-        "max_running_requests": 64,
+        "max_running_requests": SLOTS,
     },
     "rewards": {"digits": {"function": "benchmarks.overlap_runs:digits"}},
 }

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from roll.configs.asynchronous import versions_ahead
 from roll.distributed.engine_node import EngineNode, FurtherNodes
 from roll.distributed.events import EventLog
 from roll.distributed.processes import gc_freeze, pin
@@ -113,6 +114,7 @@ class InferWorker(WeightReceiver):
             deterministic=self.pipeline_config.deterministic,
             running=config.max_running_requests,
             newer=config.newer_requests(self.rank.platform),
+            ahead=versions_ahead(self.pipeline_config.async_generation_ratio),
             version=lambda: self.version,
         )
         if self.rank.cores:

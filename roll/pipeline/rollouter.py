@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll.configs.errors import RunError
@@ -345,7 +345,8 @@ class Rollouter:
         except ValueError as error:
             raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {group.number: group for group in map(Group.from_state, state["in_flight"])}
-        self._to_regenerate = [unfinished[request.number] for request in self.admission.resubmit(self._wall_clock())]
+        requests = self.admission.resubmit(self._wall_clock())
+        self._to_regenerate = [replace(unfinished[each.number], version=each.version) for each in requests]
 
     async def close(self) -> None:
         """Ends generation and cancels what is in flight."""

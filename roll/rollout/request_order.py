@@ -1,10 +1,10 @@
-"""Which requests an engine runs next: those of the oldest prompts, with few newer ones beside them.
+"""Which requests an engine runs next: those of the oldest prompts, with few newer ones beside those that are due.
 
-Training waits for the oldest prompts, because they are due first. Where each request makes a step of the engine longer,
-as on a CPU, newer requests that share the engine delay them. At async_generation_ratio 1 that feeds on itself: the next
-batch begins to generate as soon as training waits for the last answers of this one, makes them late, and is itself
-complete early, so that the engine then waits for training. So engine and trainer wait in turn, and a step takes longer
-than either needs. Plain Python, without a clock.
+Training waits for prompts that are due in the next batch. Where each request makes a step of the engine longer, as on a
+CPU, newer requests that share the engine delay them. At async_generation_ratio 1 that feeds on itself: the next batch
+begins to generate as soon as training waits for the last answers of this one, makes them late, and is itself complete
+early, so that the engine then waits for training. So engine and trainer wait in turn, and a step takes longer than
+either needs. Plain Python, without a clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RequestOrder(Generic[T]):
     Requests start in the order of their prompts' versions, and of their arrival within a version. One starts while
 
     - fewer than `running` run, and
-    - no older one runs, or fewer than `newer` that are newer than the oldest.
+    - no older one runs that is due, or fewer than `newer` that are newer than the oldest.
     """
 
     def __init__(self, running: int, newer: int | None) -> None:
@@ -31,7 +31,7 @@ class RequestOrder(Generic[T]):
 
         Args:
             running: most requests that run at a time.
-            newer: most that start beside an older one; None: no limit.
+            newer: most that start beside an older one that is due; None: no limit.
 
         Raises:
             ValueError: a limit is out of range.
@@ -47,10 +47,14 @@ class RequestOrder(Generic[T]):
         """Enqueues a request for a prompt that was submitted at this version of the weights."""
         heapq.heappush(self._waiting, (version, next(self._arrivals), request))
 
-    def start(self) -> list[tuple[int, T]]:
-        """Removes the requests that may start now and returns them with their versions; they run until `end`."""
+    def start(self, due: float) -> list[tuple[int, T]]:
+        """Removes the requests that may start now and returns them with their versions; they run until `end`.
+
+        Args:
+            due: requests of versions up to this one are due in the next batch.
+        """
         started = []
-        while self._waiting and self._may_start(self._waiting[0][0]):
+        while self._waiting and self._may_start(self._waiting[0][0], due):
             version, _, request = heapq.heappop(self._waiting)
             self._running[version] += 1
             started.append((version, request))
@@ -68,9 +72,10 @@ class RequestOrder(Generic[T]):
         if not self._running[version]:
             del self._running[version]
 
-    def _may_start(self, version: int) -> bool:
+    def _may_start(self, version: int, due: float) -> bool:
         running = self._running.total()
         if running >= self._limit:
             return False
         oldest = min(self._running, default=version)
-        return self._newer is None or oldest >= version or running - self._running[oldest] < self._newer
+        limited = self._newer is not None and oldest < version and oldest <= due
+        return not limited or running - self._running[oldest] < (self._newer or 0)

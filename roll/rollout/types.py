@@ -221,7 +221,8 @@ class Group:
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
         ground_truth: of the prompt, for dumps; None for environments.
-        version: of the weights when it was submitted; None: for validation.
+        version: of the weights when it was submitted; None: for validation. Not in checkpoints, where the request of its
+            prompt has it.
     """
 
     number: int
@@ -233,7 +234,7 @@ class Group:
     drop_reason: str | None = None
     failure: str | None = None
     ground_truth: str | None = None
-    version: int | None = None
+    version: int | None = field(default=None, compare=False)
 
     def drop(self, reason: str, failure: str) -> None:
         """Marks the group as one that cannot be learned from."""
@@ -263,7 +264,6 @@ class Group:
             "problem": self.problem,
             "name": self.name,
             "ground_truth": self.ground_truth,
-            "version": self.version,
             "trajectories": [trajectory.state_dict() for trajectory in self.trajectories],
             "greedy": None if self.greedy is None else self.greedy.state_dict(),
         }
@@ -273,7 +273,7 @@ class Group:
         """Restores `state_dict`."""
         trajectories = [Trajectory.from_state(trajectory) for trajectory in state["trajectories"]]
         group = cls(state["number"], state["tag"], state["problem"], state["name"], trajectories)
-        group.ground_truth, group.version = state["ground_truth"], state.get("version")
+        group.ground_truth = state["ground_truth"]
         if state.get("greedy") is not None:
             group.greedy = Trajectory.from_state(state["greedy"])
         return group

@@ -128,7 +128,7 @@ def test_requests_that_wait_in_a_paused_engine_fail_with_it(cause: str) -> None:
 
     async def run() -> None:
         engine = await worker()
-        engine._generation = Generation(engine.engine, 60, False, running=1, newer=None, version=lambda: 0)
+        engine._generation = Generation(engine.engine, 60, False, running=1, newer=None, ahead=0, version=lambda: 0)
         engine._generation._not_paused.clear()
         answers = [asyncio.create_task(engine.generate(REQUESTS * 3)) for _ in range(2)]
         await asyncio.sleep(0.01)

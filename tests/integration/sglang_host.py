@@ -52,7 +52,7 @@ class EngineHost:
         version = self.worker.version
         engine, running = self.worker.engine, self.worker.config.max_running_requests
         generation = Generation(
-            engine, timeout_s, deterministic=False, running=running, newer=None, version=lambda: version
+            engine, timeout_s, deterministic=False, running=running, newer=None, ahead=0, version=lambda: version
         )
         return await generation.generate(requests)
 

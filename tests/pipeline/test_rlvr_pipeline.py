@@ -95,7 +95,6 @@ def test_requests_have_the_version_of_their_prompt_and_those_of_validation_none(
     groups = made.draw([PromptRequest(number, version, version + 1) for number, version in enumerate((3, 4))])
     asyncio.run(made.generate(groups, "train", StepClock()))
     assert [request.version for request in engines.requests] == [3, 3, 4, 4]
-    assert [Group.from_state(group.state_dict()).version for group in groups] == [3, 4]
     asyncio.run(made.validate())
     assert {request.version for request in engines.requests[4:]} == {None}
 

@@ -168,6 +168,8 @@ def test_buffered_and_running_prompts_survive_a_restart(ratio, cut):
         again.version = 3
         restored = rollouter(again, ratio, steps=6)
         await restored.load_state_dict(state)
+        versions = {number: request.version for number, request in restored.admission._running.items()}
+        assert {group.number: group.version for group in restored._to_regenerate} == versions
         after = await train(restored, again, range(3, 6))
         used = [prompt for batch in [*before, *after] for prompt in batch]
         assert sorted(used) == list(range(6 * BATCH))

@@ -134,7 +134,7 @@ ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_concurrency": (always, "every worker answers as many calls as there are"),
     "model_update_frequency": (lambda value: value == 1, "weights are updated after every batch; set it to 1"),
     "sequence_packing_args": (always, "micro-batches are formed before they are packed"),
-    "use_remove_padding": (always, "engines compute no padding; use_sequence_packing of the trained roles decides"),
+    "use_remove_padding": (always, "engines compute no padding; use_sequence_packing of the other roles decides"),
     "sequence_length_round_in_train": (always, "lengths are rounded up to the tensor-parallel size"),
     "sequence_length_round_in_infer": (always, "lengths are rounded up to the tensor-parallel size"),
     "offload_nccl": (always, "process groups stay"),

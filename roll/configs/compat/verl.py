@@ -49,6 +49,7 @@ NAMES: Names = {
     "critic.model.path": "critic.model_args.model_name_or_path",
     "critic.optim.lr": "critic.training_args.learning_rate",
     "critic.cliprange_value": "value_clip",
+    "critic.model.use_remove_padding": "critic.use_sequence_packing",
     "critic.ppo_mini_batch_size": "critic.training_args.gradient_accumulation_steps",
     "critic.ppo_micro_batch_size_per_gpu": "critic.training_args.per_device_train_batch_size",
     "critic.use_dynamic_bsz": "critic.use_dynamic_batching_in_train",

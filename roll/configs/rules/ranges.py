@@ -50,6 +50,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 1e7),
     "num_devices_per_node": (1, 1024),
     "max_running_requests": (1, 1e5),
+    "max_newer_requests": (0, 1e5),
     "model_update_buffer_size_mb": (1, 1e5),
     "temperature": (0.0, 5.0),
     "judge_temperature": (0.0, 5.0),

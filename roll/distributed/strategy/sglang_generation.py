@@ -51,6 +51,7 @@ class Generation:
         deterministic: bool,
         running: int,
         newer: int | None,
+        ahead: int,
         version: Callable[[], int],
     ) -> None:
         """Submits nothing yet.
@@ -61,11 +62,12 @@ class Generation:
                 are not counted, except with `deterministic`, where requests queue inside the engine.
             deterministic: see above.
             running: requests the engine runs at a time.
-            newer: most requests of newer prompts that start beside those of older ones; None: no limit. With
-                `deterministic` there is none.
+            newer: most requests of newer prompts that start beside those of older ones that are due; None: no limit.
+                With `deterministic` there is none.
+            ahead: versions after its submission at which a prompt is due.
             version: gives the version of the weights; requests share cached prefixes only within one version.
         """
-        self._version = version
+        self._version, self._ahead = version, ahead
         self._engine = engine
         self._sender = RequestSender(engine)
         self._timeout_s = timeout_s
@@ -193,25 +195,25 @@ class Generation:
 
     async def _answer_when_free(self, request: GenerateRequest) -> GenerateResult:
         version = BEFORE_ALL if request.version is None else request.version
-        turn = asyncio.get_running_loop().create_future()
-        self._order.add(version, turn)
+        place = asyncio.get_running_loop().create_future()
+        self._order.add(version, place)
         self._start_next()
         try:
-            await turn
+            await place
             return await self._answer(request, self._name())
         finally:
-            if not turn.cancelled():  # a cancelled turn still waits, and ends when it would start
+            if not place.cancelled():  # a cancelled one still waits in order, and ends when it would start
                 self._order.end(version)
                 self._start_next()
 
     def _start_next(self) -> None:
-        """Starts the requests whose turn it is."""
-        while started := self._order.start():
-            for version, turn in started:
-                if turn.cancelled():
+        """Starts the requests that may run now."""
+        while started := self._order.start(due=self._version() - self._ahead):
+            for version, place in started:
+                if place.cancelled():
                     self._order.end(version)
                 else:
-                    turn.set_result(None)
+                    place.set_result(None)
 
     async def _answer(self, request: GenerateRequest, name: str) -> GenerateResult:
         """The whole response, joined from the parts that pauses interrupted."""

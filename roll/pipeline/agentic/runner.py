@@ -51,8 +51,8 @@ class RolloutRunner:
     ) -> list[Episode]:
         """`count` episodes of a group: the same environment, with different seeds for the responses."""
         names = [f"{purpose}-{group.number}-{index}" for index in range(count)]
-        limits = self._sequence_length, group.version
-        return [Episode(name, task, group.problem, seed, sampling, *limits, self._chat) for name in names]
+        length, chat = self._sequence_length, self._chat
+        return [Episode(name, task, group.problem, seed, sampling, length, group.version, chat) for name in names]
 
     async def run_group(
         self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer, places: asyncio.Semaphore

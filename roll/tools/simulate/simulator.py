@@ -66,7 +66,7 @@ class Scenario:
         samples_per_prompt: responses sampled for each prompt.
         engines: number of engines.
         slots: requests that one engine runs at a time.
-        newer: most of them that start beside requests of older prompts; None: no limit.
+        newer: most of them that start beside requests of older prompts that are due; None: no limit.
         speed: of an engine.
         costs: of the other parts of a step.
         lengths: response lengths in tokens, used cyclically.
@@ -139,6 +139,7 @@ class SimulatedEngine:
 
     Attributes:
         stretch: factor on the duration of an iteration, while training uses the same cores.
+        due: requests of versions up to this one are due in the next batch.
         paused: whether running requests gain no tokens.
         admitting: whether waiting requests may start.
     """
@@ -151,6 +152,7 @@ class SimulatedEngine:
         self._now = 0.0
         self._started = 0
         self.stretch = 1.0
+        self.due = math.inf
         self.paused = False
         self.admitting = True
 
@@ -181,7 +183,7 @@ class SimulatedEngine:
     def start_waiting(self) -> list[int]:
         """Starts the waiting requests that may run now; returns those started."""
         started = []
-        for version, (request, tokens) in self._order.start() if self.admitting else ():
+        for version, (request, tokens) in self._order.start(self.due) if self.admitting else ():
             self._started += 1
             heapq.heappush(self._running, (self._iterations + tokens, self._started, request, version))
             started.append(request)
@@ -205,8 +207,9 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._admission: Admission[None] = Admission(scenario.settings)
-        engine = scenario.speed, scenario.slots, scenario.newer
-        self._engines = [SimulatedEngine(*engine) for _ in range(scenario.engines)]
+        self._engines = [
+            SimulatedEngine(scenario.speed, scenario.slots, scenario.newer) for _ in range(scenario.engines)
+        ]
         self._balancer = Balancer(scenario.engines)
         self._events: list[tuple[float, int, str, int, int]] = []
         self._stamps: Counter[object] = Counter()
@@ -230,6 +233,7 @@ class _Simulation:
 
     def run(self) -> Outcome:
         """Simulates a warm-up and then the scenario's steps; only the latter are measured."""
+        self._set_due()
         warm_up = 2 + 2 * self._scenario.settings.versions_ahead
         self._submit()
         start = self._run_until(warm_up)
@@ -331,6 +335,11 @@ class _Simulation:
             engine.admitting = engine.admitting if admitting is None else admitting
             self._on_engine(index)
 
+    def _set_due(self) -> None:
+        """Tells the engines which prompts are due, after the version of the weights changed."""
+        for engine in self._engines:
+            engine.due = self._admission.version - self._scenario.settings.versions_ahead
+
     def _score(self, number: int) -> None:
         seconds = self._scenario.costs.reward / self._scenario.settings.batch_size
         self._scorer_free_at = max(self._now, self._scorer_free_at) + seconds
@@ -395,6 +404,7 @@ class _Simulation:
         self._updates += 1
         self._phase = "wait"
         self._waiting_since = self._now
+        self._set_due()
         self._change_engines(paused=False, admitting=True)
         self._submit()
         self._take_batch()

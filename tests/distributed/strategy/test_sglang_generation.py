@@ -107,7 +107,7 @@ class WithoutEngine(Generation):
     """Answers a request when the test says so."""
 
     def __init__(self, newer: int | None) -> None:
-        super().__init__(cast(Any, SimpleNamespace()), 60, False, running=2, newer=newer, version=lambda: 0)
+        super().__init__(cast(Any, SimpleNamespace()), 60, False, running=4, newer=newer, ahead=1, version=lambda: 9)
         self.started: list[str] = []
         self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -119,8 +119,14 @@ class WithoutEngine(Generation):
     async def ask(self, name: str, version: int | None) -> asyncio.Task[list[GenerateResult]]:
         request = GenerateRequest(name, [1], SamplingParams(4), version=version)
         task = asyncio.create_task(self.generate([request]))
-        await asyncio.sleep(0.001)
+        await settled()
         return task
+
+
+async def settled() -> None:
+    """Lets every task go as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def test_a_newer_request_starts_when_the_older_ones_have_ended():
@@ -130,7 +136,7 @@ def test_a_newer_request_starts_when_the_older_ones_have_ended():
         assert generation.started == ["old", "older", "validation"]
         for name in ("old", "older"):
             generation.ended[name].set()
-        await asyncio.sleep(0.001)
+        await settled()
         assert "new" not in generation.started, "a request of validation still runs"
         for name in ("validation", "new"):
             generation.ended[name].set()
@@ -146,16 +152,34 @@ def test_a_cancelled_request_leaves_its_place_to_the_next(name):
         tasks = {each: await generation.ask(each, version) for version, each in enumerate(("runs", "waits", "next"))}
         tasks[name].cancel()
         generation.ended["runs"].set()
-        await asyncio.sleep(0.001)
+        await settled()
         if name == "runs":
             assert generation.started == ["runs", "waits"]
             generation.ended["waits"].set()
-            await asyncio.sleep(0.001)
+            await settled()
         assert generation.started[-1] == "next"
         assert ("waits" in generation.started) == (name == "runs")
         generation.ended["next"].set()
         answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert [isinstance(answer, asyncio.CancelledError) for answer in answers].count(True) == 1
         assert isinstance(answers[list(tasks).index(name)], asyncio.CancelledError)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_cancelled_as_it_gets_its_place_returns_it():
+    async def run() -> None:
+        generation = WithoutEngine(newer=0)
+        tasks = {name: await generation.ask(name, at) for at, name in enumerate(("first", "second", "third"))}
+        generation._order._newer = None
+        generation._start_next()
+        tasks["second"].cancel()
+        await settled()
+        assert generation.started == ["first", "third"]
+        assert generation._order._running == {0: 1, 2: 1}
+        for name in ("first", "third"):
+            generation.ended[name].set()
+        await asyncio.gather(tasks["first"], tasks["third"])
+        assert not generation._order._running
 
     asyncio.run(run())
