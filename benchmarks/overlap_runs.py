@@ -1,7 +1,7 @@
 """Runs of one recipe at several ratios, for the benchmarks that compare them: one core trains, the other generates.
 
 Response lengths are long-tailed: a random model draws a stop token or the end with about the same probability at every
-step, so lengths are geometric, up to a limit of almost four times the mean. Samples and limit are those of the long tail
+step, so lengths are geometric, up to a limit of almost four times the mean. Samples and limit are as in the long tail
 of `against_trl`; a batch takes about as long to generate as to train on.
 """
 

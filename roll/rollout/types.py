@@ -221,8 +221,8 @@ class Group:
         drop_reason: why it cannot be learned from; None while it can.
         failure: description of the cause, for messages.
         ground_truth: of the prompt, for dumps; None for environments.
-        version: of the weights when it was submitted; None: for validation. Not in checkpoints, where the request of its
-            prompt has it.
+        version: of the weights when it was submitted; None: for validation. Not in checkpoints, where the request of
+            its prompt has it.
     """
 
     number: int
