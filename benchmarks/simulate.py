@@ -3,9 +3,9 @@
     python -m benchmarks.simulate --json FILE
 
 The calibration run at ratio 0 gives the time of each part, the one at ratio 1 the slowdown of overlap. Each prediction
-is compared with another run at its ratio; no calibration run has ratio 2. Figures are medians over rounds. No prediction
-can be nearer to a run than another run of the same recipe is, so where two of them differ by more than the tolerance,
-that difference is the limit.
+is compared with another run at its ratio; no calibration run has ratio 2. Figures are medians over rounds. A prediction
+is not expected to be nearer to a run than another run of the same recipe is: where two of them differ by more than the
+tolerance, that difference is the limit.
 """
 
 from __future__ import annotations
