@@ -202,7 +202,7 @@ class Generation:
             await place
             return await self._answer(request, self._name())
         finally:
-            if not place.cancelled():  # a cancelled one still waits in order, and ends when it would start
+            if place.done() and not place.cancelled():  # a cancelled one waits on, and ends when it would start
                 self._order.end(version)
                 self._start_next()
 
