@@ -1,4 +1,4 @@
-"""Which requests an engine runs next: those of the oldest prompts, with few newer ones beside those that are due.
+"""Which requests an engine runs next: the oldest first, and few newer ones beside requests due in the next batch.
 
 Training waits for prompts that are due in the next batch. Where each request makes a step of the engine longer, as on a
 CPU, newer requests that share the engine delay them. At async_generation_ratio 1 that feeds on itself: the next batch

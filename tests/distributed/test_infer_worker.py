@@ -122,6 +122,23 @@ def test_a_cancelled_call_cancels_its_requests() -> None:
     asyncio.run(run())
 
 
+def test_an_engine_orders_requests_by_the_ratio_and_limit_of_the_configuration() -> None:
+    class Started(InferWorker):
+        async def _start(self, *_: Any) -> None: ...
+
+        async def probe(self, engine: Engine) -> None: ...
+
+        async def flush_cache(self) -> None: ...
+
+    async def run() -> None:
+        role = ActorInferConfig(max_newer_requests=3)
+        made = Started(WorkerRank.single("actor_infer"), role, RLVRConfig(async_generation_ratio=1.5))
+        await made._start_and_probe(Engine("actor_infer-0", {}, {}, "actor_infer-0.log"), 0)
+        assert (made.generation._ahead, made.generation._order._newer) == (2, 3)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("cause", ["death", "restart"])
 def test_requests_that_wait_in_a_paused_engine_fail_with_it(cause: str) -> None:
     """Whether they are queued, between two parts of a response, or before their first."""

@@ -105,6 +105,20 @@ def test_lockstep_and_concurrent_episodes_give_the_same_groups():
     assert found[0] == found[1]
 
 
+def test_requests_have_the_version_of_their_environment_and_those_of_validation_none():
+    setup = Setup(Engines(ANSWERS))
+    made = worker(setup)
+
+    async def both() -> None:
+        await made.generate(made.draw([PromptRequest(0, 4, 5)]), "train", StepClock())
+        trained = len(setup.engines.requests)
+        await made.validate()
+        versions = [request.version for request in setup.engines.requests]
+        assert {*versions[:trained]} == {4} and {*versions[trained:]} == {None}
+
+    run(both())
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_validation_uses_the_same_environments_and_none_of_training(deterministic):
     setup = Setup(Engines(ANSWERS))

@@ -29,8 +29,8 @@ QUEUE_FACTOR = 1.25
 CONTROL_TIMEOUT_S = 60.0
 """Pausing, resuming and flushing take one step of the engine; longer means that the engine hangs."""
 
-BEFORE_ALL = -1
-"""Version of a request without one, such as those of validation."""
+BEFORE_ALL = -(1 << 62)
+"""Version of a request without one, such as those of validation: older than any, and always due."""
 
 IDLE_TIMEOUT_S = 15.0
 """A scheduler becomes idle one or two steps after its last answer, which can take seconds on a busy machine."""

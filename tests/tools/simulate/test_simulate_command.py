@@ -160,6 +160,15 @@ def test_slowdown_defaults_to_devices_per_core(tmp_path: Path) -> None:
     assert build_cost_model(config, options, Hardware(gpus=0, cores=4))[0].slowdown == 1.0
 
 
+@pytest.mark.parametrize(("overrides", "newer"), [((), 4), (("actor_infer.max_newer_requests=0",), 0)])
+def test_engines_start_as_many_newer_requests_as_in_a_run(
+    tmp_path: Path, overrides: tuple[str, ...], newer: int
+) -> None:
+    config = small(tmp_path, "platform=cpu", "async_generation_ratio=1", *overrides)
+    model, _ = build_cost_model(config, Options(generate=4.0, train=3.0), Hardware(gpus=0, cores=2))
+    assert model.scenario(1, 1, 1.0, 1).newer == newer
+
+
 def test_log_probs_cost_nothing_if_those_of_the_engine_are_used(tmp_path: Path) -> None:
     def log_probs(ratio: float, *overrides: str) -> float:
         return true_model(small(tmp_path, *overrides)).scenario(2, 2, ratio, 1).costs.log_probs
