@@ -79,6 +79,7 @@ setup(
         "sglang.srt.plugins": [
             "roll_cpu=roll.platforms.sglang_cpu_plugin:sleep_while_paused",
             "roll_loopback=roll.platforms.sglang_cpu_plugin:serve_on_loopback",
+            "roll_gloo=roll.platforms.sglang_cpu_plugin:use_one_gloo_device",
         ],
     },
 )

@@ -97,6 +97,10 @@ def join_all_ranks(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from roll.platforms.gloo_device import share_gloo_device
+
+    if platform.collective_backend == "gloo":
+        share_gloo_device()
     address, port = _master()
     timeout = timedelta(seconds=start_timeout_s)
     if rank == 0:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from roll.platforms.gloo_device import share_gloo_device
 from roll.platforms.platform import LOOPBACK, never_compile
 
 PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
@@ -53,6 +54,12 @@ def serve_on_loopback() -> None:
         return store_cls(host_name, port, *arguments, is_master=is_master, **options)
 
     module.TCPStore = serve
+
+
+def use_one_gloo_device() -> None:
+    """Lets the gloo groups of an engine share one thread on a machine without GPUs."""
+    if not torch.cuda.is_available():
+        share_gloo_device()
 
 
 def _wait_for_message(result: None, scheduler: Any) -> None:

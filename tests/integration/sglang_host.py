@@ -56,6 +56,23 @@ class EngineHost:
         )
         return await generation.generate(requests)
 
+    async def outputs_of(self, requests: list[GenerateRequest]) -> int:
+        """Messages with tokens that the scheduler sends while it answers."""
+        manager = self.worker.engine.manager
+        handle, messages = manager._handle_batch_output, 0
+
+        async def count(message: Any) -> None:
+            nonlocal messages
+            messages += 1
+            await handle(message)
+
+        manager._handle_batch_output = count
+        try:
+            await self.worker.generate(requests)
+        finally:
+            del manager._handle_batch_output
+        return messages
+
     async def cpu_seconds(self, wall_s: float) -> float:
         """What the engine's processes compute while nothing is asked of them."""
         processes = [psutil.Process(pid) for pid in self.worker.engine.processes()]
@@ -116,6 +133,9 @@ class RemoteEngine:
 
     def affinities(self) -> tuple[set[int], list[set[int]]]:
         return ray.get(self.actor.affinities.remote(), timeout=CALL_TIMEOUT_S)
+
+    def outputs_of(self, requests: list[GenerateRequest]) -> int:
+        return ray.get(self.actor.outputs_of.remote(requests), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
         return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)

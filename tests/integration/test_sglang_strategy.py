@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -111,6 +112,17 @@ def test_log_probs_are_those_of_transformers(engine, model, temperature):
     assert [len(answer.response_ids) for answer in answers] == [24] * 10
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert largest_difference(model, asked, answers) < TOLERANCE
+
+
+def test_the_tokens_of_a_response_come_in_one_message(engine):
+    assert engine.outputs_of(requests(1, 210)) == 1
+    assert engine.outputs_of(requests(3, 210)) == 1, "requests of one batch that end together"
+
+
+def test_the_process_groups_of_an_engine_share_one_network_thread(engine):
+    for scheduler in engine.scheduler_ids():
+        names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{scheduler}/task").iterdir()]
+        assert names.count("gloo_tcp_loop") == 1
 
 
 def test_truncated_samples_come_with_the_tokens_that_were_kept(engine, model):
