@@ -1,44 +1,43 @@
-"""One network thread for all gloo groups of a process.
+"""One network thread for the gloo groups of a process that have one rank.
 
-torch gives each group a device of its own, whose thread wakes a hundred times a second. Megatron-Core makes 19 groups
-in a training rank and SGLang 9 in an engine, also where each of them has one rank; their threads took 1.5 % and 0.8 %
-of a core, and the caches of those that compute.
+torch gives each group a thread of its own, which wakes a hundred times a second. On one device, Megatron-Core makes 19
+such groups in a training rank and SGLang 9 in an engine; their threads took 1.5 % and 0.8 % of a core, and the caches
+of those that compute.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_c10d: Any = distributed_c10d
-_ProcessGroupGloo: Any = _c10d.ProcessGroupGloo
+from roll.platforms.platform import LOOPBACK
+
+_ProcessGroupGloo: Any = distributed_c10d.ProcessGroupGloo
+_original: Any = _ProcessGroupGloo.__init__
 
 
 def share_gloo_device() -> None:
-    """Lets all gloo groups that this process makes from now on use one device, on the network that torch would choose.
+    """Lets the gloo groups of one rank that torch makes from now on in this process use one device.
 
-    The network is that of `GLOO_SOCKET_IFNAME`; without it, the one that the name of this machine leads to. Where the
-    variable names several, each group keeps devices of its own.
+    Such a group sends nothing. A group of several ranks keeps a device of its own, which ends with it: a rank that
+    connects after the others gave up finds nobody.
     """
-    if "," not in os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        _c10d.ProcessGroupGloo = _SharedDeviceGloo
+    _ProcessGroupGloo.__init__ = _initialize
 
 
-class _SharedDeviceGloo(_ProcessGroupGloo):  # type: ignore[misc]  # torch gives it no type
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout) -> None:
-        options = _ProcessGroupGloo._Options()
-        options._devices, options._timeout = [_device()], timeout
-        super().__init__(store, rank, size, options)
+def _initialize(group: Any, store: Any, rank: int, size: int, *options: Any, **named: Any) -> None:
+    """As torch calls it: with a timeout by its name, or with nothing after the size."""
+    if size == 1 and not options and named.keys() <= {"timeout"}:
+        shared = _ProcessGroupGloo._Options()
+        shared._devices = [_device()]
+        if "timeout" in named:
+            shared._timeout = named["timeout"]
+        options, named = (shared,), {}
+    _original(group, store, rank, size, *options, **named)
 
 
 @functools.cache
 def _device() -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
-        return _ProcessGroupGloo.create_device(interface=interface)
-    return _ProcessGroupGloo.create_default_device()
+    return _ProcessGroupGloo.create_device(hostname=LOOPBACK)

@@ -57,7 +57,7 @@ def serve_on_loopback() -> None:
 
 
 def use_one_gloo_device() -> None:
-    """Lets the gloo groups of an engine share one thread on a machine without GPUs."""
+    """Lets the gloo groups of one rank share a network thread in an engine on a machine without GPUs."""
     if not torch.cuda.is_available():
         share_gloo_device()
 

@@ -56,8 +56,8 @@ class EngineHost:
         )
         return await generation.generate(requests)
 
-    async def outputs_of(self, requests: list[GenerateRequest]) -> int:
-        """Messages with tokens that the scheduler sends while it answers."""
+    async def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
+        """Tokens of each answer, and the messages with tokens that the scheduler sends for them."""
         manager = self.worker.engine.manager
         handle, messages = manager._handle_batch_output, 0
 
@@ -68,10 +68,10 @@ class EngineHost:
 
         manager._handle_batch_output = count
         try:
-            await self.worker.generate(requests)
+            answers = await self.worker.generate(requests)
         finally:
             del manager._handle_batch_output
-        return messages
+        return [len(answer.response_ids) for answer in answers], messages
 
     async def cpu_seconds(self, wall_s: float) -> float:
         """What the engine's processes compute while nothing is asked of them."""
@@ -134,7 +134,7 @@ class RemoteEngine:
     def affinities(self) -> tuple[set[int], list[set[int]]]:
         return ray.get(self.actor.affinities.remote(), timeout=CALL_TIMEOUT_S)
 
-    def outputs_of(self, requests: list[GenerateRequest]) -> int:
+    def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
         return ray.get(self.actor.outputs_of.remote(requests), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:

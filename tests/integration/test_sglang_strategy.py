@@ -115,8 +115,8 @@ def test_log_probs_are_those_of_transformers(engine, model, temperature):
 
 
 def test_the_tokens_of_a_response_come_in_one_message(engine):
-    assert engine.outputs_of(requests(1, 210)) == 1
-    assert engine.outputs_of(requests(3, 210)) == 1, "requests of one batch that end together"
+    assert engine.outputs_of(requests(1, 210)) == ([210], 1)
+    assert engine.outputs_of(requests(3, 210)) == ([210] * 3, 1), "requests of one batch that end together"
 
 
 def test_the_process_groups_of_an_engine_share_one_network_thread(engine):

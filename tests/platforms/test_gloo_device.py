@@ -1,4 +1,4 @@
-"""The network thread that all gloo groups of a process share, seen in a process of its own."""
+"""The network thread that gloo groups of one rank share, seen in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,36 +8,68 @@ import sys
 import pytest
 
 PROGRAM = """
+import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 from roll.platforms.gloo_device import share_gloo_device
 
-share_gloo_device()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def network_threads():
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def reduced(group, value):
+    tensor = torch.full((1,), value)
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+if sys.argv[1] == "shared":
+    share_gloo_device()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=50))
 groups = [dist.new_group([0], backend="gloo") for _ in range(3)]
-for group in groups:
-    value = torch.ones(1)
-    dist.all_reduce(value, group=group)
-    assert value.item() == 1
+assert [reduced(group, 3.0) for group in groups] == [3.0] * 3
 dist.destroy_process_group(groups[0])
-value = torch.full((1,), 2.0)
-dist.all_reduce(value, group=groups[1])
-assert value.item() == 2
-names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-print(names.count("gloo_tcp_loop"))
+assert reduced(groups[1], 2.0) == 2.0
+alone = network_threads()
+
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+assert isinstance(backend, c10d.ProcessGroupGloo) and backend.options._timeout == timedelta(seconds=50)
+c10d._set_pg_timeout(timedelta(seconds=5), groups[1])
+assert groups[1]._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=5)
+
+store, pairs, sums = dist.HashStore(), {}, {}
+
+
+def join(rank):
+    pairs[rank] = c10d.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=30))
+    sums[rank] = torch.full((1,), float(rank + 1))
+    pairs[rank].allreduce([sums[rank]]).wait()
+
+
+ranks = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+assert [sums[rank].item() for rank in (0, 1)] == [3.0, 3.0]
+print(alone, network_threads() - alone)
+pairs.clear()
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("interface", "shared"), [(None, True), ("lo", True), ("lo,lo", False)])
-def test_groups_share_a_thread_unless_there_are_several_networks(
-    monkeypatch: pytest.MonkeyPatch, interface: str | None, shared: bool
-) -> None:
-    if interface is None:
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    else:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize(("mode", "of_single_ranks"), [("shared", 1), ("as torch does", 4)])
+def test_groups_of_one_rank_share_a_thread_and_others_have_their_own(mode: str, of_single_ranks: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr
-    assert (int(ended.stdout) == 1) == shared
+    assert ended.stdout.split() == [str(of_single_ranks), "2"]

@@ -308,10 +308,6 @@ continued after a pause, and last turns of a conversation, reach that limit."""
 LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """Allows the margin where the longest sequence uses all positions of the model; no position beyond is ever used."""
 
-WHOLE_ANSWERS = {"SGLANG_FORCE_STREAM_INTERVAL": str(1 << 30)}
-"""Without it SGLang sends the tokens of every request each time it has sampled 50 more; nothing reads them before the
-response ends, and on a CPU these messages are a tenth of the time of a step."""
-
 FIRST_PORT = 20000
 """First port to try: above the ports of Ray's workers, below the kernel's ephemeral ports."""
 
@@ -334,7 +330,7 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) 
     required = platform.engine_arguments(dtype, pipeline.deterministic, releases_memory=turns)
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
-    environment = {**LONGER_CONTEXT, **WHOLE_ANSWERS, **platform.engine_environment(dtype), **config.system_envs}
+    environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
     if isinstance(config, RewardEngineConfig):
         environment |= VALUE_MODELS
     if arguments.get("device") == "cpu":
