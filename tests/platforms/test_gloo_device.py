@@ -10,6 +10,7 @@ import pytest
 PROGRAM = """
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from roll.platforms.gloo_device import share_gloo_device
 
 
 def network_threads():
+    time.sleep(1)  # a thread names itself a moment after it was started
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return names.count("gloo_tcp_loop")
 
