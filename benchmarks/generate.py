@@ -3,8 +3,8 @@
     python -m benchmarks.generate --json FILE
 
 Engines with one thread each run the same tiny model with the same requests and seeds. They alternate, so that other
-load on the machine affects all. The baseline is SGLang as it is on a CPU: `ROLL_CPU_ATTENTION=stock`, with the prefix
-cache and the overlap of scheduling that are its defaults.
+load on the machine affects all. The baseline is SGLang as it is on a CPU: `ROLL_CPU_ATTENTION=stock`, and its defaults
+for the prefix cache, the overlap of scheduling, and when prompts are computed and tokens sent.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ REPEATS = 3
 TARGET_SPEEDUP = 5.0
 KINDS = ("stock", "batched", "kernel")
 
+STOCK = {"disable_overlap_schedule": False, "disable_radix_cache": False, "prefill_decode_interval": 0}
+"""Arguments that give an engine SGLang's defaults on a CPU."""
+
 LONG_TAIL_SHAPE = 1.2
 """Pareto exponent of the long-tailed lengths: most are near the minimum, a few at the limit."""
 
@@ -76,7 +79,8 @@ async def _run_engine(commands: Connection, attention: str, folder: str) -> None
     worker.max_running_requests, worker.generation_timeout_s = 256, TIMEOUT_S
     worker.system_envs = {"ROLL_CPU_ATTENTION": attention}
     if attention == "stock":
-        worker.strategy_args.strategy_config = {"disable_overlap_schedule": False, "disable_radix_cache": False}
+        worker.strategy_args.strategy_config = STOCK
+        worker.system_envs |= {"SGLANG_FORCE_STREAM_INTERVAL": "50"}
     engine = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
     await engine.initialize()
     try:
