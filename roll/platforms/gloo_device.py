@@ -1,8 +1,7 @@
 """One network thread for the gloo groups of a process that have one rank.
 
 torch gives each group a thread of its own, which wakes a hundred times a second. On one device, Megatron-Core makes 19
-such groups in a training rank and SGLang 9 in an engine; their threads took 1.5 % and 0.8 % of a core, and the caches
-of those that compute.
+such groups in a training rank and SGLang 9 in an engine; their threads took 1.5 % and 0.8 % of a core.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _original: Any = _ProcessGroupGloo.__init__
 def share_gloo_device() -> None:
     """Lets the gloo groups of one rank that torch makes from now on in this process use one device.
 
-    Such a group sends nothing. A group of several ranks keeps a device of its own, which ends with it: a rank that
-    connects after the others gave up finds nobody.
+    Such a group sends nothing. A group of several ranks keeps a device of its own, which is closed with the group: a
+    rank that connects after the others timed out is refused.
     """
     _ProcessGroupGloo.__init__ = _initialize
 

@@ -154,9 +154,9 @@ class CpuPlatform(Platform):
     def engine_environment(self, dtype: str) -> dict[str, str]:
         """SGLang sends the tokens of a response when it ends, not those of each request after every 50.
 
-        With 138 tokens to an answer, those messages were a third of the processor time of the engine's actor. They
-        help a request that was retracted for want of memory and then aborted: it keeps the tokens sent so far. The
-        cache of an engine on a CPU has room for all requests that it runs.
+        With 138 tokens to an answer, those messages took a third of the processor time of the engine's Ray actor. They
+        matter to a request that is retracted because the cache is full and then aborted: it keeps the tokens that were
+        sent. By default, the cache of an engine on a CPU has room for all requests that it runs.
         """
         return {"SGLANG_FORCE_STREAM_INTERVAL": str(1 << 30)}
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 PROGRAM = """
+import os
 import sys
 import threading
 import time
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from roll.platforms.gloo_device import share_gloo_device
+from roll.distributed.process_groups import hold_port, join_all_ranks
+from roll.platforms.platform import LOOPBACK, get_platform
 
 
 def network_threads():
@@ -33,9 +35,11 @@ def reduced(group, value):
     return tensor.item()
 
 
-if sys.argv[1] == "shared":
-    share_gloo_device()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=50))
+if sys.argv[1] == "a training rank":
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(hold_port(LOOPBACK))}
+    join_all_ranks(get_platform("cpu"), 0, 1, start_timeout_s=30, collective_timeout_s=50)
+else:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=50))
 groups = [dist.new_group([0], backend="gloo") for _ in range(3)]
 assert [reduced(group, 3.0) for group in groups] == [3.0] * 3
 dist.destroy_process_group(groups[0])
@@ -68,7 +72,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("mode", "of_single_ranks"), [("shared", 1), ("as torch does", 4)])
+@pytest.mark.parametrize(("mode", "of_single_ranks"), [("a training rank", 1), ("as torch does", 4)])
 def test_groups_of_one_rank_share_a_thread_and_others_have_their_own(mode: str, of_single_ranks: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=120, check=False
