@@ -18,6 +18,7 @@ import torch
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig
 from roll.distributed.infer_worker import InferWorker
+from roll.distributed.processes import log_file, print_to
 from roll.distributed.strategy.sglang_generation import Generation
 from roll.distributed.weight_sync.plan import WeightSpec
 from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
@@ -47,6 +48,10 @@ class EngineHost:
     async def call(self, method: str, *arguments: Any) -> Any:
         answer = getattr(self.worker, method)(*arguments)
         return await answer if inspect.isawaitable(answer) else answer
+
+    async def print_to_log(self) -> None:
+        """Writes the output of this process and the engine's to the log that errors name, as in a run."""
+        print_to(log_file(self.worker.pipeline_config, self.worker.rank.process_name))
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
         version = self.worker.version

@@ -401,6 +401,15 @@ def test_a_model_that_cannot_be_loaded_is_an_error_at_once(on_ray, tmp_path):
     ray.kill(engine.actor)
 
 
+def test_the_death_of_an_engine_names_the_exception_that_ended_it(on_ray, tmp_path):
+    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE), attention_backend="triton")
+    ray.get(engine.actor.print_to_log.remote())
+    named = r"generate: \w+Error: .*; process \d+ of the engine died.*; its log is .*logs"
+    with pytest.raises(ray.exceptions.RayTaskError, match=named):
+        engine.initialize()  # triton has no kernels for a CPU
+    ray.kill(engine.actor)
+
+
 def test_an_engine_over_two_devices_from_dummy_weights_to_its_end(update, tmp_path_factory):
     """The engine finds its port taken, refuses to serve dummy weights and gets real ones; then it is killed."""
     folder = write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)

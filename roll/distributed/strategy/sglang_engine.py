@@ -84,7 +84,7 @@ class Engine:
             log: path of the log of this process and the engine's, for errors.
         """
         self.name = name
-        self._log = log
+        self._log, self._logged = log, 0
         self.arguments = arguments
         self._environment = environment
         self._forks = arguments.get("device") == "cpu"
@@ -126,7 +126,7 @@ class Engine:
         self._other_children = _child_processes()
         start = loop.run_in_executor(self._thread, self._launch, {**self.arguments, **arguments})
         killer = asyncio.create_task(self._kill_stopped())
-        logged = size_of(self._log)
+        self._logged = size_of(self._log)
         try:
             self._engine = await asyncio.wait_for(asyncio.shield(start), timeout_s)
         except TimeoutError as error:
@@ -136,7 +136,7 @@ class Engine:
             cause: object = error
             if self.killed:
                 cause = f"one of its processes was {self.killed}; its log is {self._log}"
-            elif exception := last_exception(self._log, logged):
+            elif exception := last_exception(self._log, self._logged):
                 cause = f"{exception}; {error}; its log is {self._log}"
             raise EngineError(f"{self.name}: SGLang did not start: {cause}") from error
         finally:
@@ -236,7 +236,9 @@ class Engine:
                     await asyncio.sleep(FURTHER_NODE_GRACE_S)
                 how = await exit_reason({child.pid: child for child in self._children}.get(dead[0]))
                 self.killed = await kill_reason(self._children)
-                return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}")
+                exception = "" if self.killed else last_exception(self._log, self._logged)
+                cause = f"{exception}; " if exception else ""
+                return self.died(f"{cause}process {dead[0]} of the engine died{how}; its log is {self._log}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
