@@ -1,0 +1,186 @@
+"""Messages between a process and an actor on the same node, over a Unix socket instead of Ray.
+
+A round trip takes 0.2 ms; two Ray calls, one for the message and one for its answer, take 2 ms on two cores. Ray still
+starts the actor, tells where it listens and says how it died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import traceback
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import ray
+
+HEADER = struct.Struct("!Q")
+"""The length of a message in bytes, before each message."""
+
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
+
+LOSS_GRACE_S = 10.0
+"""How long Ray has to say how an actor died whose socket has closed."""
+
+
+class MessageError(RuntimeError):
+    """A message could not be read; the text is the traceback."""
+
+
+def pickled(message: object) -> bytes:
+    """The message as Ray pickles it: with the code of functions and classes that the other process cannot import."""
+    data: bytes = ray.cloudpickle.dumps(message)  # type: ignore[no-untyped-call]
+    return data
+
+
+class Connection(asyncio.Protocol):
+    """One end of a socket that carries pickled messages in order."""
+
+    def __init__(
+        self, received: Callable[[Any], None], unread: Callable[[MessageError], None], lost: Callable[[], object]
+    ) -> None:
+        """`received` gets each message, `unread` an error for each that cannot be read; `lost` is called at the end."""
+        self._received, self._unread, self._lost = received, unread, lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other end is there, and belongs to this user."""
+        return self._transport is not None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ends the connection at once if the other end belongs to another user: messages are pickles."""
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
+            peer = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        if CREDENTIALS.unpack(peer)[1] == os.getuid():
+            self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        else:
+            cast(asyncio.Transport, transport).abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Hands over every message that is complete."""
+        if self._transport is None:
+            return
+        self._buffer += data
+        while len(self._buffer) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            message = bytes(self._buffer[HEADER.size : end])
+            del self._buffer[:end]
+            try:
+                self._received(ray.cloudpickle.loads(message))
+            except Exception as error:
+                self._unread(MessageError("".join(traceback.format_exception(error))))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The other end is gone."""
+        self._transport = None
+        self._lost()
+
+    def send(self, message: object) -> None:
+        """Sends a message, or nothing if the connection is lost.
+
+        Raises:
+            Exception: the message cannot be pickled.
+        """
+        data = pickled(message)
+        if self._transport is not None:
+            self._transport.write(HEADER.pack(len(data)) + data)
+
+
+class Listener:
+    """The actor's side: accepts connections of processes of this user on this node."""
+
+    def __init__(self, connected: Callable[[], Connection]) -> None:
+        """`connected` makes the actor's end of a new connection."""
+        self._connected = connected
+        self._address = f"\0roll-{uuid.uuid4().hex}"  # no file: it ends with the process
+        self._server: asyncio.Task[asyncio.Server] | None = None
+
+    async def address(self) -> tuple[str, str]:
+        """Id of this node and the socket's address; starts to listen at the first call."""
+        if self._server is None:
+            loop = asyncio.get_running_loop()
+            self._server = asyncio.create_task(loop.create_unix_server(self._connected, self._address))
+        await self._server
+        return ray.get_runtime_context().get_node_id(), self._address
+
+
+class ActorTransport:
+    """One client's messages to an `RpcActor`: over its socket where both are on one node, else by Ray calls."""
+
+    def __init__(self, actor: Any) -> None:
+        """Connects with the first message."""
+        self._actor = actor
+        self._connection: asyncio.Task[Connection | None] | None = None
+        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def submit(self, client_id: str, calls: list[Any], cancelled: list[int]) -> None:
+        """See `RpcServer.submit`. A message does not overtake an earlier one that was awaited.
+
+        Raises:
+            ray.exceptions.RayError: the actor died.
+            Exception: the message cannot be pickled.
+        """
+        connection = await self._connected()
+        if connection is None:
+            await asyncio.wrap_future(self._actor.submit.remote(client_id, calls, cancelled).future())
+        else:
+            connection.send((client_id, calls, cancelled))
+
+    async def collect(self, client_id: str) -> list[Any]:
+        """See `RpcServer.collect`.
+
+        Raises:
+            ray.exceptions.RayError: the actor died.
+            MessageError: a message or an answer could not be read.
+            ConnectionError: the socket closed although the actor lives.
+        """
+        answers: list[Any] | Exception
+        if await self._connected() is None:
+            answers = await asyncio.wrap_future(self._actor.collect.remote(client_id).future())
+        else:
+            answers = await self._answers.get()
+        if isinstance(answers, MessageError):
+            raise answers
+        if isinstance(answers, Exception):
+            self._connection = None
+            raise answers
+        return answers
+
+    async def _connected(self) -> Connection | None:
+        """The connection; None where messages are Ray calls. A failed attempt is repeated by the next message."""
+        if self._connection is None or (self._connection.done() and self._connection.exception() is not None):
+            self._connection = asyncio.create_task(self._connect())
+        return await asyncio.shield(self._connection)
+
+    async def _connect(self) -> Connection | None:
+        node, address = await asyncio.wrap_future(self._actor.listen.remote().future())
+        if node != ray.get_runtime_context().get_node_id():
+            return None
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        closed = ConnectionError("the socket of an actor that lives was closed")
+
+        def died(death: asyncio.Future[None]) -> None:
+            if not death.cancelled():
+                answers.put_nowait(death.exception() or closed)
+
+        def lost() -> None:
+            loop.call_later(LOSS_GRACE_S, answers.put_nowait, closed)
+
+        connection = Connection(answers.put_nowait, answers.put_nowait, lost)
+        with suppress(OSError):
+            await loop.create_unix_connection(lambda: connection, address)
+        if not connection.is_open:
+            return None
+        self._answers = answers
+        asyncio.wrap_future(self._actor.run_until_death.remote().future()).add_done_callback(died)
+        return connection
