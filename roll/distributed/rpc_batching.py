@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 import ray
 
 from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
-from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, pickled
+from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, MessageError, pickled
 from roll.distributed.worker import Worker
 
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
@@ -57,6 +57,7 @@ class RpcServer:
         self._run = run
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
+        self._senders: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
         """Starts `calls` of a client and cancels its calls with the numbers in `cancelled`."""
@@ -79,6 +80,47 @@ class RpcServer:
         while not self._answers[client_id].empty():
             answers.append(self._answers[client_id].get_nowait())
         return answers
+
+    def connection(self) -> Connection:
+        """The actor's end of a new socket, over which answers are sent as soon as they are ready.
+
+        When it is lost, so are the client's calls: they are cancelled.
+        """
+        senders: dict[str, asyncio.Task[None]] = {}
+
+        def received(message: tuple[str, list[Call], list[int]]) -> None:
+            client_id = message[0]
+            if client_id not in senders:
+                self._end_client(client_id)  # of an earlier connection
+                sender = asyncio.create_task(self._send_answers(client_id, connection))
+                senders[client_id] = self._senders[client_id] = sender
+            self.submit(*message)
+
+        def lost() -> None:
+            for client_id, sender in senders.items():
+                if self._senders.get(client_id) is sender:
+                    self._end_client(client_id)
+
+        connection = Connection(received, lambda error: connection.send(error), lost)
+        return connection
+
+    def _end_client(self, client_id: str) -> None:
+        sender = self._senders.pop(client_id, None)
+        if sender is None:
+            return
+        sender.cancel()
+        for (owner, _), task in self._tasks.items():
+            if owner == client_id:
+                task.cancel()
+        del self._answers[client_id]
+
+    async def _send_answers(self, client_id: str, connection: Connection) -> None:
+        while True:
+            answers = await self.collect(client_id)
+            try:
+                connection.send(answers)
+            except Exception:
+                connection.send([_readable(answer) for answer in answers])
 
     def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
         del self._tasks[key]
@@ -110,39 +152,14 @@ class RpcActor:
         return await self._server.collect(client_id)
 
     async def listen(self) -> tuple[str, str]:
-        """Node and address of a socket that takes the messages of `submit` and sends those of `collect`."""
+        """See `Listener.address`: a socket that takes the messages of `submit` and sends those of `collect`."""
         if self._listener is None:
-            self._listener = Listener(self._connected)
+            self._listener = Listener(self._server.connection)
         return await self._listener.address()
 
     async def run_until_death(self) -> None:
-        """Does not return: its failure tells how the process ended."""
+        """Does not return: its failure tells how the process ended. A socket may stay open: children have it too."""
         await asyncio.Event().wait()
-
-    def _connected(self) -> Connection:
-        """The actor's end of a new connection, whose answers are sent as soon as they are ready."""
-        senders: dict[str, asyncio.Task[None]] = {}
-
-        async def send_answers(client_id: str) -> None:
-            while True:
-                answers = await self._server.collect(client_id)
-                try:
-                    connection.send(answers)
-                except Exception:
-                    connection.send([_readable(answer) for answer in answers])
-
-        def received(message: tuple[str, list[Call], list[int]]) -> None:
-            client_id = message[0]
-            if client_id not in senders:
-                senders[client_id] = asyncio.create_task(send_answers(client_id))
-            self._server.submit(*message)
-
-        def lost() -> None:
-            for sender in senders.values():
-                sender.cancel()
-
-        connection = Connection(received, lambda error: connection.send(error), lost)
-        return connection
 
 
 def _readable(answer: Answer) -> Answer:
@@ -157,7 +174,7 @@ def _readable(answer: Answer) -> Answer:
 class RpcClient:
     """The caller's side, for one event loop. Cancelling the future of a call cancels the call in the actor.
 
-    A message is sent after the previous one was delivered, so that a cancellation cannot overtake its call.
+    A message is sent once `submit` of the previous one has returned, so that a cancellation cannot overtake its call.
     """
 
     def __init__(
@@ -179,7 +196,7 @@ class RpcClient:
         """The future answer.
 
         Raises:
-            CallError: the call raised.
+            CallError: the call raised, or its answer cannot be pickled.
             Exception: the transport failed; the transport's own exception.
         """
         number = next(self._numbers)
@@ -284,7 +301,7 @@ class ClusterClient(Generic[WorkerT]):
                 answer = await self._clients[rank].call(name, *args)
         except TimeoutError:
             raise context.timed_out([rank], timeout_s) from None
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, CallError, MessageError) as error:
             answer = ray_failure(rank, error)
         if isinstance(answer, Failure):
             raise context.failed([answer])

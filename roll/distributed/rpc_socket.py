@@ -7,13 +7,13 @@ starts the actor, tells where it listens and says how it died.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import struct
 import traceback
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, cast
 
 import ray
@@ -26,6 +26,8 @@ CREDENTIALS = struct.Struct("3i")
 
 LOSS_GRACE_S = 10.0
 """How long Ray has to say how an actor died whose socket has closed."""
+
+logger = logging.getLogger(__name__)
 
 
 class MessageError(RuntimeError):
@@ -58,7 +60,7 @@ class Connection(asyncio.Protocol):
         """Ends the connection at once if the other end belongs to another user: messages are pickles."""
         with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
             peer = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        if CREDENTIALS.unpack(peer)[1] == os.getuid():
+        if CREDENTIALS.unpack(peer)[1] == os.geteuid():
             self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         else:
             cast(asyncio.Transport, transport).abort()
@@ -84,6 +86,11 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._lost()
 
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def send(self, message: object) -> None:
         """Sends a message, or nothing if the connection is lost.
 
@@ -101,26 +108,31 @@ class Listener:
     def __init__(self, connected: Callable[[], Connection]) -> None:
         """`connected` makes the actor's end of a new connection."""
         self._connected = connected
-        self._address = f"\0roll-{uuid.uuid4().hex}"  # no file: it ends with the process
+        self._address = f"\0roll-{uuid.uuid4().hex}"  # no file, and no later process has it
         self._server: asyncio.Task[asyncio.Server] | None = None
 
     async def address(self) -> tuple[str, str]:
-        """Id of this node and the socket's address; starts to listen at the first call."""
+        """Id of this node and the socket's address, empty if there can be none; starts to listen at the first call."""
         if self._server is None:
             loop = asyncio.get_running_loop()
             self._server = asyncio.create_task(loop.create_unix_server(self._connected, self._address))
-        await self._server
-        return ray.get_runtime_context().get_node_id(), self._address
+        node = ray.get_runtime_context().get_node_id()
+        try:
+            await self._server
+        except OSError:
+            return node, ""
+        return node, self._address
 
 
 class ActorTransport:
     """One client's messages to an `RpcActor`: over its socket where both are on one node, else by Ray calls."""
 
     def __init__(self, actor: Any) -> None:
-        """Connects with the first message."""
+        """Connects with the first message, and again after a failure."""
         self._actor = actor
-        self._connection: asyncio.Task[Connection | None] | None = None
+        self._connecting: asyncio.Task[Connection | None] | None = None
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._collectors = 0
 
     async def submit(self, client_id: str, calls: list[Any], cancelled: list[int]) -> None:
         """See `RpcServer.submit`. A message does not overtake an earlier one that was awaited.
@@ -129,9 +141,9 @@ class ActorTransport:
             ray.exceptions.RayError: the actor died.
             Exception: the message cannot be pickled.
         """
-        connection = await self._connected()
+        connection = await self._connection()
         if connection is None:
-            await asyncio.wrap_future(self._actor.submit.remote(client_id, calls, cancelled).future())
+            await self._ray_call(self._actor.submit.remote(client_id, calls, cancelled))
         else:
             connection.send((client_id, calls, cancelled))
 
@@ -139,35 +151,54 @@ class ActorTransport:
         """See `RpcServer.collect`.
 
         Raises:
-            ray.exceptions.RayError: the actor died.
+            ray.exceptions.RayError: the actor died, or its socket was closed.
             MessageError: a message or an answer could not be read.
-            ConnectionError: the socket closed although the actor lives.
         """
-        answers: list[Any] | Exception
-        if await self._connected() is None:
-            answers = await asyncio.wrap_future(self._actor.collect.remote(client_id).future())
-        else:
-            answers = await self._answers.get()
-        if isinstance(answers, MessageError):
-            raise answers
-        if isinstance(answers, Exception):
-            self._connection = None
-            raise answers
-        return answers
+        connection = await self._connection()
+        if connection is None:
+            ready: list[Any] = await self._ray_call(self._actor.collect.remote(client_id))
+            return ready
+        self._collectors += 1
+        try:
+            answers: list[Any] | Exception = await self._answers.get()
+        finally:
+            self._collectors -= 1
+        if isinstance(answers, list):
+            return answers
+        if not isinstance(answers, MessageError):
+            connection.close()
+            self._connecting = None
+        raise answers
 
-    async def _connected(self) -> Connection | None:
-        """The connection; None where messages are Ray calls. A failed attempt is repeated by the next message."""
-        if self._connection is None or (self._connection.done() and self._connection.exception() is not None):
-            self._connection = asyncio.create_task(self._connect())
-        return await asyncio.shield(self._connection)
+    async def _ray_call(self, reference: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except ray.exceptions.RayActorError:
+            self._connecting = None
+            raise
+
+    async def _connection(self) -> Connection | None:
+        """The connection; None where messages are Ray calls.
+
+        One that was lost while nobody waited for an answer is replaced: Ray may have started the actor again.
+        """
+        known = self._connecting
+        if known is not None and known.done():
+            failed = known.cancelled() or known.exception() is not None
+            connection = None if failed else known.result()
+            if failed or (connection is not None and not connection.is_open and not self._collectors):
+                known = None
+        if known is None:
+            known = self._connecting = asyncio.create_task(self._connect())
+        return await asyncio.shield(known)
 
     async def _connect(self) -> Connection | None:
         node, address = await asyncio.wrap_future(self._actor.listen.remote().future())
-        if node != ray.get_runtime_context().get_node_id():
+        if not address or node != ray.get_runtime_context().get_node_id():
             return None
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Any] = asyncio.Queue()
-        closed = ConnectionError("the socket of an actor that lives was closed")
+        closed = ray.exceptions.ActorUnavailableError("the socket of an actor that lives was closed", None)
 
         def died(death: asyncio.Future[None]) -> None:
             if not death.cancelled():
@@ -177,8 +208,15 @@ class ActorTransport:
             loop.call_later(LOSS_GRACE_S, answers.put_nowait, closed)
 
         connection = Connection(answers.put_nowait, answers.put_nowait, lost)
-        with suppress(OSError):
-            await loop.create_unix_connection(lambda: connection, address)
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            client.setblocking(False)
+            client.connect(address)  # at once; uvloop's own connect does not know such addresses
+            await loop.create_unix_connection(lambda: connection, sock=client)
+        except OSError as error:
+            client.close()
+            logger.warning("messages to an actor on this node go through Ray, which is slower: %s", error)
+            return None
         if not connection.is_open:
             return None
         self._answers = answers

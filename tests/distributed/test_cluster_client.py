@@ -58,7 +58,10 @@ class Method:
 
 class Actor:
     def __init__(self, engine: Any) -> None:
-        self.submit, self.collect = Method(engine.submit), Method(engine.collect)
+        self.submit, self.collect, self.listen = Method(engine.submit), Method(engine.collect), Method(self._listen)
+
+    async def _listen(self) -> tuple[str, str]:
+        return "this node", ""  # no socket: messages are calls of the methods above
 
 
 class Methods(Worker):

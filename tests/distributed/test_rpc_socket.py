@@ -81,7 +81,8 @@ def test_a_message_that_cannot_be_read_is_an_error_and_later_ones_arrive() -> No
 
 def test_the_process_of_another_user_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> tuple[End, End]:
-        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        another = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: another)
         server, client = await connected()
         client.connection.send("hello")
         await asyncio.gather(server.lost.wait(), client.lost.wait())

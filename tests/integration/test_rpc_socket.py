@@ -31,16 +31,23 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     stop_ray()
 
 
+class Server(RpcServer):
+    """Keeps its ends of connections."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(run)
+        self.ends: list[Any] = []
+
+    def connection(self) -> Any:
+        self.ends.append(super().connection())
+        return self.ends[-1]
+
+
 class Actor(RpcActor):
     """Serves the methods below by name."""
 
     def __init__(self) -> None:
-        self._server = RpcServer(lambda method, *args: getattr(self, method)(*args))
-        self._connections: list[Any] = []
-
-    def _connected(self) -> Any:
-        self._connections.append(super()._connected())
-        return self._connections[-1]
+        self._server = Server(lambda method, *args: getattr(self, method)(*args))
 
     async def double(self, value: Any) -> Any:
         return 2 * value
@@ -48,15 +55,15 @@ class Actor(RpcActor):
     async def lock(self) -> Any:
         return threading.Lock()
 
-    async def messages_by_socket(self) -> bool:
-        return any(connection.is_open for connection in self._connections)
+    async def sockets(self) -> int:
+        return sum(connection.is_open for connection in self._server.ends)
 
     async def process_id(self) -> int:
         return os.getpid()
 
     async def close_sockets(self) -> None:
-        for connection in self._connections:
-            connection._transport.abort()
+        for connection in self._server.ends:
+            connection.close()
         await asyncio.sleep(60)
 
 
@@ -67,6 +74,14 @@ class ElsewhereActor(Actor):
         return "another node", (await super().listen())[1]
 
 
+class CountingActor(Actor):
+    """Tells which calls run."""
+
+    async def tasks(self) -> list[Any]:
+        await asyncio.sleep(0.1)  # a cancelled call ends at its next turn
+        return list(self._server._tasks)
+
+
 class Unreadable:
     """Can be pickled, and raises when it is read."""
 
@@ -74,44 +89,51 @@ class Unreadable:
         return int, ("no number",)
 
 
-def run(scenario: Any, actor_class: type[Actor] = Actor) -> Any:
-    """What the scenario returns for a client of a new actor."""
+def run(scenario: Any, actor_class: type[Actor] = Actor, restarts: int = 0) -> Any:
+    """What the scenario returns for a new actor and a client of it."""
 
     async def with_client() -> Any:
-        actor: Any = ray.remote(actor_class)
-        client = rpc_client(actor.options(num_cpus=0).remote())
-        return await asyncio.wait_for(scenario(client), 60)
+        actor_cls: Any = ray.remote(actor_class)
+        actor = actor_cls.options(num_cpus=0, max_restarts=restarts).remote()
+        return await asyncio.wait_for(scenario(actor, rpc_client(actor)), 60)
 
     return asyncio.run(with_client())
 
 
 def test_concurrent_calls_from_several_clients_are_answered_over_sockets(on_ray: None) -> None:
-    async def scenario(client: RpcClient) -> Any:
-        clients = [client, *(RpcClient(other.submit, other.collect) for other in others(client, 3))]
+    async def scenario(actor: Any, client: RpcClient) -> Any:
+        clients = [client, *(rpc_client(actor) for _ in range(3))]
         answers = await asyncio.gather(*(each.call("double", value) for each in clients for value in range(100)))
-        large = await client.call("double", b"z" * 5_000_000)
-        return answers, len(large), await client.call("messages_by_socket")
+        return answers, len(await client.call("double", b"z" * 5_000_000)), await client.call("sockets")
 
-    answers, large, by_socket = run(scenario)
+    answers, large, sockets = run(scenario)
     assert answers == [2 * value for value in range(100)] * 4
-    assert large == 10_000_000 and by_socket
+    assert large == 10_000_000 and sockets == 4
 
 
-def others(client: RpcClient, count: int) -> list[rpc_socket.ActorTransport]:
-    """Transports of further clients of the same actor."""
-    transport = client._submit.__self__  # type: ignore[attr-defined]
-    return [rpc_socket.ActorTransport(transport._actor) for _ in range(count)]
+def test_an_actor_whose_event_loop_is_uvloop_calls_another_one_over_a_socket(on_ray: None) -> None:
+    class Caller:
+        async def call(self, actor: Any) -> tuple[str, int, int]:
+            client = rpc_client(actor)
+            loop = type(asyncio.get_running_loop()).__module__
+            return loop, await client.call("double", 4), await client.call("sockets")
+
+    async def scenario(actor: Any, client: RpcClient) -> Any:
+        caller: Any = ray.remote(Caller)
+        return await caller.options(num_cpus=0).remote().call.remote(actor)
+
+    assert run(scenario) == ("uvloop", 8, 1)
 
 
 def test_the_messages_to_an_actor_on_another_node_are_ray_calls(on_ray: None) -> None:
-    async def scenario(client: RpcClient) -> Any:
-        return await client.call("double", 4), await client.call("messages_by_socket")
+    async def scenario(actor: Any, client: RpcClient) -> Any:
+        return await client.call("double", 4), await client.call("sockets")
 
-    assert run(scenario, ElsewhereActor) == (8, False)
+    assert run(scenario, ElsewhereActor) == (8, 0)
 
 
 def test_an_answer_that_cannot_be_pickled_fails_its_call_only(on_ray: None) -> None:
-    async def scenario(client: RpcClient) -> Any:
+    async def scenario(actor: Any, client: RpcClient) -> Any:
         return await asyncio.gather(client.call("lock"), client.call("double", 1), return_exceptions=True)
 
     error, answer = run(scenario)
@@ -120,7 +142,7 @@ def test_an_answer_that_cannot_be_pickled_fails_its_call_only(on_ray: None) -> N
 
 
 def test_an_argument_that_cannot_be_read_is_an_error_and_later_calls_are_answered(on_ray: None) -> None:
-    async def scenario(client: RpcClient) -> Any:
+    async def scenario(actor: Any, client: RpcClient) -> Any:
         with pytest.raises(MessageError, match="invalid literal for int"):
             await client.call("double", Unreadable())
         return await client.call("double", 3)
@@ -129,17 +151,43 @@ def test_an_argument_that_cannot_be_read_is_an_error_and_later_calls_are_answere
 
 
 def test_the_death_of_the_actor_fails_waiting_and_later_calls_as_ray_reports_it(on_ray: None) -> None:
-    async def scenario(client: RpcClient) -> None:
+    async def scenario(actor: Any, client: RpcClient) -> None:
         process = await client.call("process_id")
+        assert await client.call("sockets") == 1
         os.kill(process, signal.SIGSTOP)
         waiting = client.call("double", 1)
         await asyncio.sleep(0.2)
         os.kill(process, signal.SIGKILL)
-        for call in [waiting, client.call("double", 2), client.call("double", 3)]:
+        for _ in range(3):
             with pytest.raises(ray.exceptions.RayActorError):
-                await call
+                await waiting
+            waiting = client.call("double", 2)
+        waiting.cancel()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_actor_that_ray_starts_again_is_reached_over_its_new_socket(on_ray: None, waits: bool) -> None:
+    async def scenario(actor: Any, client: RpcClient) -> Any:
+        process = await client.call("process_id")
+        waiting = client.call("close_sockets") if waits else None
+        await asyncio.sleep(0 if waits else 0.2)
+        os.kill(process, signal.SIGKILL)
+        if waiting is not None:
+            with pytest.raises(ray.exceptions.RayActorError):
+                await waiting
+        failures = 0
+        while True:
+            try:
+                again = await client.call("process_id")
+                return failures, again != process, await client.call("sockets")
+            except ray.exceptions.RayActorError:
+                failures += 1
+                await asyncio.sleep(0.2)
+
+    failures, is_new, sockets = run(scenario, restarts=-1)
+    assert failures < 50 and is_new and sockets == 1
 
 
 def test_a_socket_that_closes_while_the_actor_lives_fails_its_calls_and_the_next_one_connects_again(
@@ -147,9 +195,10 @@ def test_a_socket_that_closes_while_the_actor_lives_fails_its_calls_and_the_next
 ) -> None:
     monkeypatch.setattr(rpc_socket, "LOSS_GRACE_S", 0.1)
 
-    async def scenario(client: RpcClient) -> Any:
-        with pytest.raises(ConnectionError, match="the socket of an actor that lives was closed"):
+    async def scenario(actor: Any, client: RpcClient) -> Any:
+        with pytest.raises(ray.exceptions.ActorUnavailableError, match="the socket of an actor that lives was closed"):
             await client.call("close_sockets")
-        return await client.call("double", 5), await client.call("messages_by_socket")
+        answers = await asyncio.gather(*(client.call("double", value) for value in range(50)))
+        return answers, await client.call("sockets"), len(await actor.tasks.remote())
 
-    assert run(scenario) == (10, True)
+    assert run(scenario, CountingActor) == ([2 * value for value in range(50)], 1, 0)
