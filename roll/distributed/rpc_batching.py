@@ -112,7 +112,7 @@ class RpcServer:
         for (owner, _), task in self._tasks.items():
             if owner == client_id:
                 task.cancel()
-        del self._answers[client_id]
+        self._answers.pop(client_id, None)
 
     async def _send_answers(self, client_id: str, connection: Connection) -> None:
         while True:

@@ -138,14 +138,16 @@ class ActorTransport:
         """See `RpcServer.submit`. A message does not overtake an earlier one that was awaited.
 
         Raises:
-            ray.exceptions.RayError: the actor died.
+            ray.exceptions.RayError: the actor died, or its socket was closed.
             Exception: the message cannot be pickled.
         """
         connection = await self._connection()
         if connection is None:
             await self._ray_call(self._actor.submit.remote(client_id, calls, cancelled))
-        else:
+        elif connection.is_open or self._collectors:  # who waits for answers is told why it was lost
             connection.send((client_id, calls, cancelled))
+        else:
+            raise _closed()
 
     async def collect(self, client_id: str) -> list[Any]:
         """See `RpcServer.collect`.
@@ -198,14 +200,13 @@ class ActorTransport:
             return None
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Any] = asyncio.Queue()
-        closed = ray.exceptions.ActorUnavailableError("the socket of an actor that lives was closed", None)
 
         def died(death: asyncio.Future[None]) -> None:
             if not death.cancelled():
-                answers.put_nowait(death.exception() or closed)
+                answers.put_nowait(death.exception() or _closed())
 
         def lost() -> None:
-            loop.call_later(LOSS_GRACE_S, answers.put_nowait, closed)
+            loop.call_later(LOSS_GRACE_S, answers.put_nowait, _closed())
 
         connection = Connection(answers.put_nowait, answers.put_nowait, lost)
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -222,3 +223,7 @@ class ActorTransport:
         self._answers = answers
         asyncio.wrap_future(self._actor.run_until_death.remote().future()).add_done_callback(died)
         return connection
+
+
+def _closed() -> ray.exceptions.ActorUnavailableError:
+    return ray.exceptions.ActorUnavailableError("the socket of an actor that lives was closed", None)

@@ -120,6 +120,25 @@ def test_the_calls_of_clients_that_died_are_cancelled() -> None:
     assert asyncio.run(scenario()) == {0: 1, 1: 1, 2: 1}
 
 
+def test_the_calls_of_a_client_whose_socket_is_lost_are_cancelled_and_those_of_others_are_not() -> None:
+    async def scenario() -> tuple[Actor, int]:
+        actor = Actor()
+        for client_id, calls in (("started", 1), ("no turn of the loop yet", 0)):
+            connection = actor.server.connection()
+            connection._received((client_id, [Call(1, "double", (7, 1000))], []))
+            for _ in range(5 * calls):
+                await asyncio.sleep(0)
+            connection.connection_lost(None)
+        other = actor.client()
+        answer = await asyncio.wait_for(other.call("double", 4, 50), 10)
+        return actor, answer
+
+    actor, answer = asyncio.run(scenario())
+    assert answer == 8
+    assert actor.begun == Counter({7: 1, 4: 1}) and actor.cancelled == Counter({7: 1})
+    assert not actor.server._senders and len(actor.server._answers) == 1
+
+
 def test_a_cancellation_does_not_overtake_its_call() -> None:
     async def scenario() -> Actor:
         actor = Actor()
