@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import traceback
 import uuid
 from collections import defaultdict
@@ -120,7 +121,10 @@ class RpcServer:
             try:
                 connection.send(answers)
             except Exception:
-                connection.send([_readable(answer) for answer in answers])
+                try:
+                    connection.send([_readable(answer) for answer in answers])
+                except Exception:
+                    return connection.close()
 
     def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:
         del self._tasks[key]
@@ -301,8 +305,11 @@ class ClusterClient(Generic[WorkerT]):
                 answer = await self._clients[rank].call(name, *args)
         except TimeoutError:
             raise context.timed_out([rank], timeout_s) from None
-        except (ray.exceptions.RayError, CallError, MessageError) as error:
+        except ray.exceptions.RayError as error:
             answer = ray_failure(rank, error)
+        except (CallError, MessageError) as error:
+            text = str(error).strip()
+            answer = Failure(rank, time.time(), type(error).__name__, text.splitlines()[-1], text)
         if isinstance(answer, Failure):
             raise context.failed([answer])
         result: ResultT = answer

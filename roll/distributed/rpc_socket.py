@@ -14,6 +14,7 @@ import struct
 import traceback
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -58,8 +59,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Ends the connection at once if the other end belongs to another user: messages are pickles."""
-        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
-            peer = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        peer = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         if CREDENTIALS.unpack(peer)[1] == os.geteuid():
             self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         else:
@@ -124,14 +124,21 @@ class Listener:
         return node, self._address
 
 
+@dataclass(frozen=True)
+class Link:
+    """A connection to an actor, and what came over it: answers, or in the end an exception that tells why it ended."""
+
+    connection: Connection
+    answers: asyncio.Queue[Any]
+
+
 class ActorTransport:
     """One client's messages to an `RpcActor`: over its socket where both are on one node, else by Ray calls."""
 
     def __init__(self, actor: Any) -> None:
         """Connects with the first message, and again after a failure."""
         self._actor = actor
-        self._connecting: asyncio.Task[Connection | None] | None = None
-        self._answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._linking: asyncio.Task[Link | None] | None = None
         self._collectors = 0
 
     async def submit(self, client_id: str, calls: list[Any], cancelled: list[int]) -> None:
@@ -141,13 +148,13 @@ class ActorTransport:
             ray.exceptions.RayError: the actor died, or its socket was closed.
             Exception: the message cannot be pickled.
         """
-        connection = await self._connection()
-        if connection is None:
+        link = await self._link(replace_lost=not self._collectors)
+        if link is None:
             await self._ray_call(self._actor.submit.remote(client_id, calls, cancelled))
-        elif connection.is_open or self._collectors:  # who waits for answers is told why it was lost
-            connection.send((client_id, calls, cancelled))
+        elif link.connection.is_open or self._collectors:  # who waits for answers is told why it was lost
+            link.connection.send((client_id, calls, cancelled))
         else:
-            raise _closed()
+            raise self._closed()
 
     async def collect(self, client_id: str) -> list[Any]:
         """See `RpcServer.collect`.
@@ -156,45 +163,46 @@ class ActorTransport:
             ray.exceptions.RayError: the actor died, or its socket was closed.
             MessageError: a message or an answer could not be read.
         """
-        connection = await self._connection()
-        if connection is None:
+        link = await self._link(replace_lost=False)
+        if link is None:
             ready: list[Any] = await self._ray_call(self._actor.collect.remote(client_id))
             return ready
         self._collectors += 1
         try:
-            answers: list[Any] | Exception = await self._answers.get()
+            answers: list[Any] | Exception = await link.answers.get()
         finally:
             self._collectors -= 1
-        if isinstance(answers, list):
-            return answers
-        if not isinstance(answers, MessageError):
-            connection.close()
-            self._connecting = None
-        raise answers
+        if isinstance(answers, Exception):
+            link.connection.close()  # its calls end in the actor too
+            self._linking = None
+            raise answers
+        return answers
 
     async def _ray_call(self, reference: Any) -> Any:
         try:
             return await asyncio.wrap_future(reference.future())
         except ray.exceptions.RayActorError:
-            self._connecting = None
+            self._linking = None
             raise
 
-    async def _connection(self) -> Connection | None:
+    async def _link(self, replace_lost: bool) -> Link | None:
         """The connection; None where messages are Ray calls.
 
-        One that was lost while nobody waited for an answer is replaced: Ray may have started the actor again.
+        Args:
+            replace_lost: whether one that was lost is replaced, because nobody waits for an answer or for why it was
+                lost. Ray may have started the actor again.
         """
-        known = self._connecting
+        known = self._linking
         if known is not None and known.done():
             failed = known.cancelled() or known.exception() is not None
-            connection = None if failed else known.result()
-            if failed or (connection is not None and not connection.is_open and not self._collectors):
+            link = None if failed else known.result()
+            if failed or (link is not None and not link.connection.is_open and replace_lost):
                 known = None
         if known is None:
-            known = self._connecting = asyncio.create_task(self._connect())
+            known = self._linking = asyncio.create_task(self._connect())
         return await asyncio.shield(known)
 
-    async def _connect(self) -> Connection | None:
+    async def _connect(self) -> Link | None:
         node, address = await asyncio.wrap_future(self._actor.listen.remote().future())
         if not address or node != ray.get_runtime_context().get_node_id():
             return None
@@ -203,10 +211,11 @@ class ActorTransport:
 
         def died(death: asyncio.Future[None]) -> None:
             if not death.cancelled():
-                answers.put_nowait(death.exception() or _closed())
+                answers.put_nowait(death.exception() or self._closed())
+                connection.close()
 
         def lost() -> None:
-            loop.call_later(LOSS_GRACE_S, answers.put_nowait, _closed())
+            loop.call_later(LOSS_GRACE_S, answers.put_nowait, self._closed())
 
         connection = Connection(answers.put_nowait, answers.put_nowait, lost)
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -220,10 +229,9 @@ class ActorTransport:
             return None
         if not connection.is_open:
             return None
-        self._answers = answers
         asyncio.wrap_future(self._actor.run_until_death.remote().future()).add_done_callback(died)
-        return connection
+        return Link(connection, answers)
 
-
-def _closed() -> ray.exceptions.ActorUnavailableError:
-    return ray.exceptions.ActorUnavailableError("the socket of an actor that lives was closed", None)
+    def _closed(self) -> ray.exceptions.ActorUnavailableError:
+        text = f"its socket was closed, and Ray has not said why within {LOSS_GRACE_S:g} s"
+        return ray.exceptions.ActorUnavailableError(text, self._actor._actor_id.binary())

@@ -24,6 +24,8 @@ class Engine(RpcActor):
         self._server = RpcServer(self.run)
 
     async def run(self, method: str, value: int) -> Any:
+        if method == "fail" and value == 0:
+            raise ValueError("no failure")
         if method == "fail":
             return Failure(1, time.time(), "ValueError", f"{value} is odd", f"Traceback ... ValueError: {value} is odd")
         try:
@@ -98,6 +100,15 @@ def test_a_failure_names_the_rank_and_its_log_and_the_next_call_is_answered() ->
             await both.call(1, Methods.fail, 3)
         assert caught.value.kind == "ValueError" and "3 is odd" in str(caught.value)
         assert await both.call(1, Methods.double, 3) == 6
+
+    asyncio.run(scenario())
+
+
+def test_an_exception_beside_the_method_is_a_cluster_error_with_its_last_line() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ClusterError, match=r"actor_infer.fail failed on rank 0") as caught:
+            await client(Engine()).call(0, Methods.fail, 0)
+        assert caught.value.cause == "ValueError: no failure" and caught.value.kind == "CallError"
 
     asyncio.run(scenario())
 

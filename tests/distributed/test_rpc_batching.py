@@ -139,6 +139,24 @@ def test_the_calls_of_a_client_whose_socket_is_lost_are_cancelled_and_those_of_o
     assert not actor.server._senders and len(actor.server._answers) == 1
 
 
+def test_a_client_that_has_connected_again_gets_its_answers_on_the_new_socket() -> None:
+    async def scenario() -> tuple[list[Any], list[Any], Actor]:
+        actor, sent = Actor(), ([], [])
+        old, new = actor.server.connection(), actor.server.connection()
+        old.send, new.send = sent[0].extend, sent[1].extend  # type: ignore[assignment]
+        old._received(("client", [Call(1, "double", (1, 1000))], []))
+        await asyncio.sleep(0)
+        new._received(("client", [Call(2, "double", (2, 5))], []))
+        old.connection_lost(None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return *sent, actor
+
+    old, new, actor = asyncio.run(scenario())
+    assert old == [] and new == [Answer(2, 4)]
+    assert actor.cancelled == Counter({1: 1})
+
+
 def test_a_cancellation_does_not_overtake_its_call() -> None:
     async def scenario() -> Actor:
         actor = Actor()
