@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 import traceback
 import uuid
@@ -22,6 +23,8 @@ import ray
 from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
 from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, MessageError, pickled
 from roll.distributed.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
 Args = TypeVarTuple("Args")
@@ -124,6 +127,7 @@ class RpcServer:
                 try:
                     connection.send([_readable(answer) for answer in answers])
                 except Exception:
+                    logger.exception("answers could not be sent; the client's calls fail")
                     return connection.close()
 
     def _forget(self, key: tuple[str, int], _: asyncio.Task[None]) -> None:

@@ -26,7 +26,7 @@ CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end of a socket, as SO_PEERCRED gives them."""
 
 LOSS_GRACE_S = 10.0
-"""How long Ray has to say how an actor died whose socket has closed."""
+"""How long Ray has to report the death of an actor whose socket has closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class Listener:
         node = ray.get_runtime_context().get_node_id()
         try:
             await self._server
-        except OSError:
+        except OSError as error:
+            logger.warning("no socket for messages within the node, so they go through Ray, which is slower: %s", error)
             return node, ""
         return node, self._address
 
@@ -151,7 +152,7 @@ class ActorTransport:
         link = await self._link(replace_lost=not self._collectors)
         if link is None:
             await self._ray_call(self._actor.submit.remote(client_id, calls, cancelled))
-        elif link.connection.is_open or self._collectors:  # who waits for answers is told why it was lost
+        elif link.connection.is_open or self._collectors:  # `collect` raises the reason of the loss
             link.connection.send((client_id, calls, cancelled))
         else:
             raise self._closed()
@@ -189,8 +190,8 @@ class ActorTransport:
         """The connection; None where messages are Ray calls.
 
         Args:
-            replace_lost: whether one that was lost is replaced, because nobody waits for an answer or for why it was
-                lost. Ray may have started the actor again.
+            replace_lost: whether one that was lost is replaced: no `collect` waits on it, and Ray may have started the
+                actor again.
         """
         known = self._linking
         if known is not None and known.done():
@@ -233,5 +234,5 @@ class ActorTransport:
         return Link(connection, answers)
 
     def _closed(self) -> ray.exceptions.ActorUnavailableError:
-        text = f"its socket was closed, and Ray has not said why within {LOSS_GRACE_S:g} s"
+        text = "its socket was closed, and Ray has not reported its death"
         return ray.exceptions.ActorUnavailableError(text, self._actor._actor_id.binary())

@@ -404,7 +404,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_at_once(on_ray, tmp_path):
 def test_the_death_of_an_engine_names_the_exception_that_ended_it(on_ray, tmp_path):
     engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE), attention_backend="triton")
     ray.get(engine.actor.print_to_log.remote())
-    named = r"process \d+ of the engine died.*; its log is .*\.log, which ends with RuntimeError: 0 active drivers"
+    named = r"process \d+ of the engine died.*; its log is .*, whose last exception is RuntimeError: 0 active drivers"
     with pytest.raises(ray.exceptions.RayTaskError, match=named):
         engine.initialize()  # triton has no kernels for a CPU
     ray.kill(engine.actor)

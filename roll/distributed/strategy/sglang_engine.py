@@ -237,7 +237,7 @@ class Engine:
                 how = await exit_reason({child.pid: child for child in self._children}.get(dead[0]))
                 self.killed = await kill_reason(self._children)
                 exception = "" if self.killed else last_exception(self._log, self._logged)
-                last = f", which ends with {exception}" if exception else ""
+                last = f", whose last exception is {exception}" if exception else ""
                 return self.died(f"process {dead[0]} of the engine died{how}; its log is {self._log}{last}")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
