@@ -144,7 +144,7 @@ def prepare(work: Workload, folder: Path) -> None:
         (folder / "sft" / "hf_model").rename(folder / "model")
         return
     from examples.tiny_math.prepare import make_tokenizer
-    from roll.datasets.math_problems import write_problems
+    from examples.tiny_math.problems import write_problems
     from roll.models.tiny import write_tiny_model
 
     tokenizer = make_tokenizer()

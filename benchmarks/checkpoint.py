@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.common import Measurement, at_most, main, median
 from examples.tiny_math.prepare import prepare
-from roll.datasets.math_problems import write_problems
+from examples.tiny_math.problems import write_problems
 from roll.models.tiny import write_tiny_model
 from roll.pipeline.checkpoint import FOLDER, folder_bytes
 from roll.trackers.files import read_metrics

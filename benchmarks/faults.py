@@ -29,7 +29,7 @@ import yaml
 from benchmarks.agentic_rollout import RECIPE as AGENTIC
 from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
-from roll.datasets.math_problems import write_problems
+from examples.tiny_math.problems import write_problems
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.leftovers import MARK, SHARED_MEMORY, ray_folder
 from roll.trackers.files import read_metrics

@@ -40,8 +40,8 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
     """Runs the demo for STEPS steps; returns the lines of its metrics.jsonl."""
     from examples.tiny_math.demo import HERE
     from examples.tiny_math.prepare import prepare
+    from examples.tiny_math.problems import write_problems
     from roll.configs.load import load_config
-    from roll.datasets.math_problems import write_problems
     from roll.pipeline.run import run
     from roll.trackers.files import read_metrics
 

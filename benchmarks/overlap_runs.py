@@ -74,7 +74,7 @@ def digits(response: str, ground_truth: str, config: Any) -> float:
 def write_recipe(folder: Path) -> Path:
     """Writes model, problems and configuration below `folder`; returns the configuration."""
     from examples.tiny_math.prepare import prepare
-    from roll.datasets.math_problems import write_problems
+    from examples.tiny_math.problems import write_problems
 
     prepare(folder / "base")
     write_problems(folder / "data", seed=1, train=1000, val=10, levels=(1,))

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.tiny_math.problems import write_problems
 from roll.configs.pipeline import BaseConfig
-from roll.datasets.math_problems import write_problems
 from roll.terminal import configure_logging, end_now, handle_interrupt, make_console
 from tests.configs.samples import SFT, write
 

@@ -48,7 +48,7 @@ def warm_start(out: Path, seed: int) -> tuple[RunSummary, list[str]]:
         Summary of the training, and the overrides that let another recipe begin with the result.
     """
     from examples.tiny_math.prepare import prepare
-    from roll.datasets.math_problems import write_problems
+    from examples.tiny_math.problems import write_problems
 
     base = prepare(out / "base", seed)
     write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)

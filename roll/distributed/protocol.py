@@ -16,7 +16,7 @@ PADDING: dict[str, int] = {"weight_version": -1, "turn_index": -1, "state_ids": 
 class DataProto:
     """Samples: `batch` (tensors, first dimension samples), `non_tensor_batch` (object arrays), `meta_info`.
 
-    Operations return a new object that shares tensors with this one where it can; only `pop` changes it.
+    Operations return a new object that shares tensors with this one where it can.
     Pickling transfers exactly the visible elements of each tensor, out of band, so that a slice of a large batch is as
     small as its own samples and the object store keeps no second copy.
 
@@ -113,27 +113,6 @@ class DataProto:
             len(index),
         )
 
-    def slice(self, start: int, stop: int) -> DataProto:
-        """Samples start to stop (exclusive), as views."""
-        part = slice(*slice(start, stop).indices(len(self)))
-        return self._with(
-            {key: value[part] for key, value in self.tensors().items()},
-            {key: value[part] for key, value in self.non_tensor_batch.items()},
-            max(0, part.stop - part.start),
-        )
-
-    def chunk(self, parts: int) -> list[DataProto]:
-        """`parts` consecutive pieces whose sizes differ by at most one, the larger first.
-
-        Raises:
-            ValueError: parts is less than 1.
-        """
-        if parts < 1:
-            raise ValueError(f"chunk({parts}): the number of parts must be at least 1")
-        small, larger = divmod(len(self), parts)
-        edges = np.cumsum([0] + [small + (index < larger) for index in range(parts)])
-        return [self.slice(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
         """Samples of all parts in order; narrower parts are padded on the right to the widest (see `PADDING`).
@@ -159,59 +138,6 @@ class DataProto:
         }
         return cls(TensorDict(tensors, batch_size=[sum(len(part) for part in parts)]), arrays, meta)
 
-    def union(self, other: DataProto) -> DataProto:
-        """The entries of both, for the same samples.
-
-        Raises:
-            ValueError: the number of samples differs, or an entry that both have is not equal.
-        """
-        if len(self) != len(other):
-            raise ValueError(f"union of {len(self)} and {len(other)} samples")
-        for mine, theirs in (
-            (self.tensors(), other.tensors()),
-            (self.non_tensor_batch, other.non_tensor_batch),
-            (self.meta_info, other.meta_info),
-        ):
-            for key in mine.keys() & theirs.keys():
-                if not _equal(mine[key], theirs[key]):
-                    raise ValueError(f"union: both have {key!r} and the values differ")
-        return DataProto(
-            TensorDict({**self.tensors(), **other.tensors()}, batch_size=[len(self)]),
-            {**self.non_tensor_batch, **other.non_tensor_batch},
-            {**self.meta_info, **other.meta_info},
-        )
-
-    def pop(self, *keys: str) -> DataProto:
-        """Removes these tensors and object arrays from this object and returns them."""
-        removed = self.select(*keys)
-        for key in keys:
-            if key in self.non_tensor_batch:
-                del self.non_tensor_batch[key]
-            else:
-                del self.batch[key]
-        return removed
-
-    def rename(self, names: Mapping[str, str]) -> DataProto:
-        """The same with tensors and object arrays renamed from key to value of `names`.
-
-        Raises:
-            ValueError: a new name is taken.
-        """
-        self._check(tuple(names))
-        kept = (set(self.batch.keys()) | set(self.non_tensor_batch)) - set(names)
-        if kept & set(names.values()) or len(set(names.values())) < len(names):
-            raise ValueError(f"rename to a name that is taken: {dict(names)}")
-        return self._with(
-            {names.get(key, key): value for key, value in self.tensors().items()},
-            {names.get(key, key): value for key, value in self.non_tensor_batch.items()},
-            len(self),
-        )
-
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Every sample `times` times: a a b b when interleaved, else a b a b."""
-        index = torch.arange(len(self))
-        return self.select_idxs(index.repeat_interleave(times) if interleave else index.repeat(times))
-
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
         """Sample indices[i] at position i.
 
@@ -222,21 +148,6 @@ class DataProto:
         if sorted(index.tolist()) != list(range(len(self))):
             raise ValueError(f"reorder of {len(self)} samples needs a permutation, got {index.tolist()}")
         return self.select_idxs(index)
-
-    def trim(self) -> DataProto:
-        """Without the trailing columns in which `attention_mask` [B, T] is 0 for every sample; one column stays."""
-        mask = self.batch["attention_mask"]
-        width = mask.shape[1]
-        columns = mask.bool().any(dim=0).nonzero()
-        keep = max(1, int(columns[-1]) + 1 if len(columns) else 1)
-        return self._with(
-            {
-                key: value[:, :keep] if value.dim() > 1 and value.shape[1] == width else value
-                for key, value in self.tensors().items()
-            },
-            self.non_tensor_batch,
-            len(self),
-        )
 
     def _with(self, tensors: dict[str, torch.Tensor], objects: dict[str, np.ndarray], samples: int) -> DataProto:
         return DataProto(TensorDict(tensors, batch_size=[samples]), objects, self.meta_info)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from roll.datasets.math_problems import write_problems
+from examples.tiny_math.problems import write_problems
 
 MEASURED = ("time/", "memory/", "throughput/", "val/seconds", "rollout/tokens_per_second")
 """Metrics that are clock or memory readings, and so never the same twice."""

@@ -8,7 +8,7 @@ import pytest
 from runs import ROOT, lines
 
 from examples.tiny_dpo.demo import write_pairs
-from roll.datasets.math_problems import write_problems
+from examples.tiny_math.problems import write_problems
 from tests.integration.shared_runs import SharedRuns
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

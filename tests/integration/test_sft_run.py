@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from runs import ROOT, lines
 
+from examples.tiny_math.problems import write_problems
 from roll.configs.hub.inputs import fetch_model
 from roll.configs.hub.names import HubName
-from roll.datasets.math_problems import write_problems
 from tests.hub_server import go_online, serve_hub
 from tests.integration.shared_runs import SharedRuns
 

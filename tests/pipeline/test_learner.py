@@ -323,7 +323,7 @@ def learn_trajectories(
         REWARD_PARTS: data.batch["scores"][:, None],
     }
     data = DataProto.from_dict(data.tensors() | more, {TAG: ["math"] * 8})
-    idle = data.slice(0, padding).tensors() | {"group_ids": torch.arange(padding) + 8}
+    idle = data.select_idxs(range(padding)).tensors() | {"group_ids": torch.arange(padding) + 8}
     idle |= {"response_mask": torch.zeros_like(idle["response_mask"]), "trajectory_ids": torch.arange(padding) + 8}
     data = DataProto.concat([data, DataProto.from_dict(idle, {TAG: [""] * padding})]) if padding else data
     config = Agent(**vars(rlvr(folder, *SMALL, f"output_dir={folder}", text=RLVR)) | settings)

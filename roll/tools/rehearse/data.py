@@ -14,7 +14,6 @@ from roll.configs.hub.names import local_file
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig
 from roll.configs.rewards import built_in_of, rewards_of
 from roll.configs.roles import DataArguments
-from roll.datasets.math_problems import TAG
 from roll.datasets.preferences import encode_preferences, read_preference
 from roll.datasets.prompts import question, tag_of
 from roll.datasets.records import Record, read_records
@@ -36,6 +35,9 @@ FEW_ACTIONS = 3
 
 CHAT_TOKENS = 200
 """Upper bound of what a chat template adds to one message, its default system message included."""
+
+RULE = "math_rule"
+"""Tag of stand-in rows of a reward that takes every tag."""
 
 PROBED_STEPS = 2
 """Steps of an environment whose observations are measured."""
@@ -112,9 +114,9 @@ def stand_in_rows(
     config: BaseConfig, args: DataArguments, role: str, count: int, file: int = 0
 ) -> list[dict[str, Any]]:
     """Rows with sums of two digits in the columns of the recipe: some for every tag that a reward scores."""
-    tags = [TAG]
+    tags = [RULE]
     if isinstance(config, RLVRConfig):
-        tags = [tag for reward in config.rewards.values() for tag in reward.tag_included or [TAG]]
+        tags = [tag for reward in config.rewards.values() for tag in reward.tag_included or [RULE]]
     rows = []
     for number in range(max(count, len(tags))):
         first, second = number % 7 + 1, (3 * number + file) % 3

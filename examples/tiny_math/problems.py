@@ -1,6 +1,6 @@
 r"""Generates arithmetic and word problems of graded difficulty with exact integer answers, reproducible from a seed.
 
-    python -m roll.datasets.math_problems --out DIR --train N --val N --levels 1-4 --seed S
+    python -m examples.tiny_math.problems --out DIR --train N --val N --levels 1-4 --seed S
 
 writes DIR/train.jsonl and DIR/val.jsonl with the columns id, tag, level, prompt, solution and ground_truth.
 

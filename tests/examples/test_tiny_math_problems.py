@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from examples.tiny_math.problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DataArguments
-from roll.datasets.math_problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
 from roll.rewards.math_rule import math_reward
