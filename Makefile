@@ -63,7 +63,7 @@ docs: setup ## regenerate the pages made from the code
 	$(BIN)/python -m examples.algorithms.pages
 
 plan: setup ## show what CONFIG would run where
-	$(BIN)/roll plan $(CONFIG)
+	$(BIN)/roll plan $(CONFIG) --elsewhere
 
 rehearse: setup ## run every recipe of RECIPES in miniature, three to four minutes each
 	@failed=; for recipe in $(RECIPES); do $(BIN)/roll rehearse $$recipe || failed="$$failed $$recipe"; done; \

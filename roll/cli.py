@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from roll.configs.errors import ConfigError, RunError
+from roll.configs.errors import ConfigError, Report, RunError
 from roll.configs.user_code import search_modules_beside
 from roll.distributed.processes import gc_paused
 from roll.terminal import EXIT_INTERRUPTED, configure_logging, end_now, handle_interrupt, log_to_console
@@ -57,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             search_modules_beside(arguments.config)
         if arguments.command == "plan":
             return _exit_code(
-                lambda: plan(arguments.config, arguments.overrides, arguments.json, arguments.device_memory)
+                lambda: plan(
+                    arguments.config,
+                    arguments.overrides,
+                    arguments.json,
+                    arguments.device_memory,
+                    arguments.elsewhere,
+                )
             )
         if arguments.command not in HANDLE_INTERRUPT:
             return _exit_code(lambda: _tool(arguments.command).run(arguments))
@@ -95,22 +101,35 @@ def find_config(folder: str, name: str) -> Path:
     return next((path for path in candidates if os.path.isfile(path)), candidates[0])
 
 
-def plan(config: str | Path, overrides: Sequence[str], as_json: bool = False, device_gib: float | None = None) -> int:
-    """Prints the plan of a run without starting it; exit code 1 if it needs more than `device_gib` of a device."""
+def plan(
+    config: str | Path,
+    overrides: Sequence[str],
+    as_json: bool = False,
+    device_gib: float | None = None,
+    elsewhere: bool = False,
+) -> int:
+    """Prints the plan of a run without starting it.
+
+    Returns:
+        Exit code: 1 if this machine could not run it, unless the run is for one `elsewhere`, or if it needs more than
+        `device_gib` of a device.
+    """
     from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
     from roll.configs.plan import fits_devices, make_plan, print_plan
 
     loaded = load_config(config, overrides)
     found = look_up(loaded, _say)
-    remarks = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
+    inputs = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
     made = make_plan(loaded, hub=found)
-    made.warnings.extend(remarks)
+    made.stops.extend(map(str, inputs.missing))
+    made.warnings.extend(map(str, inputs.warnings))
     if as_json:
         print(json.dumps(made.as_dict(), indent=2))
     else:
-        print_plan(made, device_gib=device_gib)
-    return 0 if device_gib is None or fits_devices(made, device_gib) else 1
+        print_plan(made, device_gib=device_gib, elsewhere=elsewhere)
+    fits = device_gib is None or fits_devices(made, device_gib)
+    return 0 if fits and (elsewhere or not made.stops) else 1
 
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
@@ -151,8 +170,8 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             logger.warning("%s", warning)
         try:
             fetch_inputs(loaded)
-            for warning in check_user_inputs(loaded, may_miss=False):
-                logger.warning("%s", warning)
+            for remark in check_user_inputs(loaded, may_miss=False).warnings:
+                logger.warning("%s", remark)
         except (ConfigError, RunError):
             report.end("failed")
             raise
@@ -164,8 +183,8 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         return run_pipeline(loaded, shlex.join(["roll", "run", str(config), *given]))
 
 
-def check_user_inputs(config: BaseConfig, may_miss: bool) -> list[str]:
-    """Tries data, tokenizer, rewards and environments, and returns warnings.
+def check_user_inputs(config: BaseConfig, may_miss: bool) -> Report:
+    """Tries data, tokenizer, rewards and environments, and returns what is missing, and warnings.
 
     Raises:
         ConfigError: one of them fails, or is not on this machine unless it `may_miss`.
@@ -176,7 +195,7 @@ def check_user_inputs(config: BaseConfig, may_miss: bool) -> list[str]:
     problems = report.errors + ([] if may_miss else report.missing)
     if problems:
         raise ConfigError(problems)
-    return [*map(str, report.warnings), *(f"{problem} (this stops a run, not a plan)" for problem in report.missing)]
+    return report
 
 
 def _say(line: str) -> None:
@@ -243,6 +262,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print JSON")
             help_text = "memory of a device, to compare with; exit code 1 if the run needs more"
             command.add_argument("--device-memory", type=float, metavar="GIB", help=help_text)
+            help_text = "the run is for another machine: what is missing here is a remark, not exit code 1"
+            command.add_argument("--elsewhere", action="store_true", help=help_text)
         elif name in TOOLS and name in argv:
             _tool(name).add_options(command)
     return parser

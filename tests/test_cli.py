@@ -18,16 +18,26 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_plan_prints_devices_batch_memory_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(write(tmp_path, RLVR)), "exp_name=mine", "num_devices_per_node=8", "platform=cuda"]) == 0
+    command = ["plan", str(write(tmp_path, RLVR)), "exp_name=mine", "num_devices_per_node=8", "platform=cuda"]
+    assert main([*command, "--elsewhere"]) == 0
     printed = capsys.readouterr().out
     for part in ("mine: rlvr on cuda, 3 nodes x 8 devices", "actor_train", "16-23", "samples per step", "KV cache"):
         assert part in printed
     assert "64 prompts x 8 num_return_sequences_in_group" in printed
-    assert "train.jsonl is not a file on this machine" in printed
+    assert "train.jsonl is not a file on this machine" in printed.partition("Missing here")[2]
+
+
+def test_what_stops_a_run_here_is_exit_code_1_and_stands_before_the_warnings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(write(tmp_path, RLVR)), "platform=cpu", "num_devices_per_node=24", "use_kl_loss=false"]
+    assert main([*command, "resume_from_checkpoint=/nowhere"]) == 1
+    stops = capsys.readouterr().out.partition("This stops a run here")[2].partition("warning")[0]
+    assert "train.jsonl is not a file on this machine" in stops and "resume_from_checkpoint: /nowhere" in stops
 
 
 def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(write(tmp_path, RLVR)), "seed=3", "--json"]) == 0
+    assert main(["plan", str(write(tmp_path, RLVR)), "seed=3", "--json", "--elsewhere"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["roles"][0]["role"] == "actor_train" and plan["warnings"]
 
@@ -144,7 +154,7 @@ def test_keys_given_as_flags_are_answered_with_their_spelling(
 
 def test_a_plan_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "folder/" * 60 + "train"
-    assert main(["plan", str(write(tmp_path, RLVR)), f"actor_train.data_args.file_name={name}.jsonl"]) == 0
+    assert main(["plan", str(write(tmp_path, RLVR)), f"actor_train.data_args.file_name={name}.jsonl"]) == 1
     assert any(f"{name}.jsonl is not a file on this machine" in line for line in capsys.readouterr().out.splitlines())
 
 
@@ -176,7 +186,7 @@ def test_modules_of_the_current_folder_can_be_named(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     recipe = Path(__file__).parents[1] / "examples" / "tiny_frozen_lake" / "agentic_config.yaml"
-    assert main(["plan", str(recipe), "custom_envs.FrozenLake.env_type=envs_of_mine:FrozenLake"]) == 0
+    assert main(["plan", str(recipe), "custom_envs.FrozenLake.env_type=envs_of_mine:FrozenLake", "--elsewhere"]) == 0
 
 
 def test_modules_beside_the_file_are_found_by_the_installed_script_in_every_process(tmp_path: Path) -> None:

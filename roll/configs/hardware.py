@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from roll.configs.defaults import fill_in_mismatch
 from roll.configs.errors import ConfigError, Report
+from roll.configs.memory import STATE_LINES, gibibytes, memory_plans, model_shapes
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
@@ -21,10 +25,11 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Hardware:
-    """Accelerators and usable cores of one machine."""
+    """Accelerators, usable cores and memory of one machine; a memory of 0 is not known."""
 
     gpus: int
     cores: int
+    memory_bytes: int = 0
 
 
 def this_machine() -> Hardware:
@@ -33,7 +38,10 @@ def this_machine() -> Hardware:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-    return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)))
+    memory = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # no limit of a container
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)), memory_bytes=memory)
 
 
 def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[str]:
@@ -52,7 +60,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     report = check(config)
     if guessed:
         report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
-    check_fits_machine(config, hardware, report)
+    check_fits_machine(config, config.platform, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, config.platform, per_node, report)
@@ -72,15 +80,22 @@ def prepare_devices(config: BaseConfig, hardware: Hardware | None = None) -> Non
     hardware = hardware or this_machine()
     _resolve_auto(config, hardware)
     report = Report()
-    check_fits_machine(config, hardware, report)
+    check_fits_machine(config, config.platform, hardware, report)
     problems = report.errors + report.missing
     if problems:
         raise ConfigError(problems, config.source.file)
 
 
+def platform_here(config: BaseConfig, hardware: Hardware) -> str:
+    """The platform of a run on this machine: `auto` is cuda where there are GPUs."""
+    if config.platform == "auto":
+        return "cuda" if hardware.gpus else "cpu"
+    return config.platform
+
+
 def _resolve_auto(config: BaseConfig, hardware: Hardware) -> None:
     if config.platform == "auto":
-        config.platform = "cuda" if hardware.gpus else "cpu"
+        config.platform = platform_here(config, hardware)  # type: ignore[assignment]
         if isinstance(config, RLConfig):
             fill_in_mismatch(config)
 
@@ -101,8 +116,6 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
                 "platform",
                 "auto on a machine without a GPU: planned for cuda elsewhere; write platform: cpu to run here",
             )
-    elif platform == "cuda" and not hardware.gpus:
-        report.warn("platform", "cuda, and this machine has no GPU: planned for another machine")
     if config.num_devices_per_node is not None:
         return platform, config.num_devices_per_node
     if platform == "cpu":
@@ -162,41 +175,67 @@ def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
         )
 
 
-def check_one_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
     """No device is on another machine than this one, unless Ray joins others."""
-    per_node = config.num_devices_per_node
-    if per_node is None or "RAY_ADDRESS" in os.environ:
+    per_node = config.num_devices_per_node or (hardware.gpus if platform == "cuda" else 0)
+    if not per_node or "RAY_ADDRESS" in os.environ:
         return
+    counted = "num_devices_per_node is" if config.num_devices_per_node else "the number of GPUs here is"
     for role, worker in config.device_roles().items():
         highest = max(worker.device_mapping)
         if highest >= per_node:
-            here = config.platform == "cpu" or highest < hardware.gpus
+            here = platform == "cpu" or highest < hardware.gpus
             advice = f"set num_devices_per_node: {highest + 1} if it is on this one, or " if here else ""
             report.missing_resource(
                 f"{role}.device_mapping",
-                f"device {highest} is on another machine, as num_devices_per_node is {per_node}: "
+                f"device {highest} is on another machine, as {counted} {per_node}: "
                 f"{advice}join a cluster with RAY_ADDRESS",
             )
 
 
-def check_fits_machine(config: BaseConfig, hardware: Hardware, report: Report) -> None:
-    """Devices exist here, unless Ray joins other machines; on cpu, more than the cores need `num_devices_per_node`."""
-    if config.platform == "cuda" and "RAY_ADDRESS" not in os.environ:
+def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+    """Devices and memory are here, unless Ray joins other machines; more devices than cores need a number of them.
+
+    Args:
+        config: from `load_config`.
+        platform: of the run on this machine; see `platform_here`.
+        hardware: of this machine.
+        report: gets what is missing.
+    """
+    if platform == "cuda" and "RAY_ADDRESS" not in os.environ:
         _check_gpus(config, hardware, report)
-    elif config.platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
+    elif platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
         report.missing_resource(
             "num_devices_per_node", "is not set, and this machine has no GPUs to count; write the GPUs of one node"
         )
     per_node = config.num_devices_per_node
-    if config.platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
-        check_one_machine(config, hardware, report)
-    if per_node is not None or config.platform != "cpu":
+    if platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
+        _check_one_machine(config, platform, hardware, report)
+    if platform == "cpu" and "RAY_ADDRESS" not in os.environ:
+        _check_memory(config, hardware, report)
+    if per_node is not None or platform != "cpu":
         return
     for role, worker in config.device_roles().items():
         highest = max(worker.device_mapping)
         if highest >= hardware.cores:
-            report.error(
+            report.missing_resource(
                 f"{role}.device_mapping",
                 f"device {highest} does not exist: this machine has {hardware.cores} cores, so devices 0 to "
                 f"{hardware.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
             )
+
+
+def _check_memory(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+    """Weights, gradients and optimizers of all CPU slots fit the memory; a whole estimate above it is a warning."""
+    if not hardware.memory_bytes or report.errors:
+        return
+    least = whole = 0
+    for plan in memory_plans(config, model_shapes(config), "cpu"):
+        slots = len(config.device_roles()[plan.role].device_mapping)
+        least += slots * sum(line.bytes for line in plan.lines if line.name in STATE_LINES)
+        whole += slots * plan.total
+    memory = f"and this machine has {gibibytes(hardware.memory_bytes)} of memory; use a smaller model or fewer slots"
+    if least > hardware.memory_bytes:
+        report.missing_resource("pretrain", f"models and optimizers need at least {gibibytes(least)}, {memory}")
+    elif whole > hardware.memory_bytes:
+        report.warn("pretrain", f"the run may need up to {gibibytes(whole)}, {memory}, or a smaller batch")

@@ -6,11 +6,13 @@ fragmentation come on top: leave some of the device free.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from roll.configs.hub.names import local_model
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
-from roll.configs.model_config import ModelShape
+from roll.configs.model_config import ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring_roles import ScoringEngineConfig
@@ -53,6 +55,17 @@ class MemoryPlan:
     def total(self) -> int:
         """Bytes of all lines."""
         return sum(line.bytes for line in self.lines)
+
+
+def model_shapes(config: BaseConfig) -> dict[str, ModelShape]:
+    """The shape of each role's model, of those whose config.json is on this machine and known."""
+    shapes: dict[str, ModelShape] = {}
+    for role, worker in config.device_roles().items():
+        with contextlib.suppress(UnsupportedModel):  # of a judge; the rules of the configuration refuse the others
+            shape = read_model_shape(local_model(worker.model_args.model_name_or_path or ""), worker.value_head)
+            if shape is not None:
+                shapes[role] = shape
+    return shapes
 
 
 def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: str) -> list[MemoryPlan]:

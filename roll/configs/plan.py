@@ -6,19 +6,28 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from itertools import groupby
+from textwrap import TextWrapper
 from typing import Any, TextIO
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.errors import ConfigError
-from roll.configs.hardware import Hardware, check_nodes, check_one_machine, resolve_platform, this_machine
+from roll.configs.errors import ConfigError, Problem
+from roll.configs.hardware import (
+    Hardware,
+    check_fits_machine,
+    check_nodes,
+    platform_here,
+    resolve_platform,
+    this_machine,
+)
 from roll.configs.hub.inputs import Download, LookUp
 from roll.configs.hub.names import local_model
-from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans
-from roll.configs.model_config import CONFIG_NAME, ModelShape, UnsupportedModel, read_model_shape
+from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans, model_shapes
+from roll.configs.model_config import CONFIG_NAME
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.policy import samples_with_own_pass, training_gives_old_log_probs
@@ -33,6 +42,9 @@ SCORING_ROLES = ("reward", "judge")
 
 UNMOVED = {"actor_infer", *SCORING_ROLES}
 """Roles whose states no hand-over moves to host memory: engines free theirs, and models that score keep their own."""
+
+UNBROKEN = ("role", "engine", "dtype", "workers", "layout")
+"""Columns whose words a narrow terminal does not cut."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,8 @@ class Plan:
     takes_turns: bool = False
     """Whether trainer and engines hold the memory of their devices in turns."""
     downloads: list[Download] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    """What stops a run on this machine, such as a missing model."""
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +119,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
 
     Args:
         config: from `load_config`.
-        hardware: of the machine that the run is planned for; None is this machine.
+        hardware: of the machine that would run it; None is this machine.
         hub: what was looked up of models and datasets given by name; None if nothing was.
 
     Raises:
@@ -117,24 +131,26 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     platform, per_node = resolve_platform(config, hardware, report)
     check_nodes(config, platform, per_node, report)
     check_head_sizes(config, platform, report)
-    if platform == "cpu":  # a plan for GPUs is often made on another machine
-        check_one_machine(config, hardware, report)
+    check_fits_machine(config, platform_here(config, hardware), hardware, report)
     check_prompt_lengths(config, report)
     if isinstance(config, AgenticConfig):
         check_episode_lengths(config, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
-    shapes = _shapes(config)
+    shapes = model_shapes(config)
     memory = memory_plans(config, shapes, platform)
     hub = hub or LookUp()
-    missing = [f"{problem} (this stops a run, not a plan)" for problem in [*report.missing, *hub.problems]]
+    warnings = list(report.warnings)
     unknown = [role for role in config.device_roles() if role not in shapes]
     if unknown:
-        here = [name for name in unknown if os.path.isfile(_folder(config, name) / CONFIG_NAME)]
-        away = [name for name in unknown if name not in here]
+        folders = {
+            role: local_model(config.device_roles()[role].model_args.model_name_or_path or "") for role in unknown
+        }
+        here = [role for role, folder in folders.items() if os.path.isfile(folder / CONFIG_NAME)]
+        away = [role for role in unknown if role not in here]
         for names, why in ((away, "config.json is not on this machine"), (here, "architecture is not known here")):
             if names:
-                missing.append(f"no memory estimate for {', '.join(names)}: the model's {why}")
+                warnings.append(Problem("", f"no memory estimate for {', '.join(names)}: the model's {why}"))
     return Plan(
         exp_name=config.exp_name,
         pipeline=config.pipeline,
@@ -148,25 +164,9 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
         memory=memory,
         takes_turns=isinstance(config, RLConfig) and config.takes_turns(platform),
         downloads=hub.downloads,
-        warnings=[str(problem) for problem in report.warnings] + missing,
+        stops=[str(problem) for problem in [*report.missing, *hub.problems]],
+        warnings=[str(problem) for problem in warnings],
     )
-
-
-def _folder(config: BaseConfig, role: str) -> Path:
-    """Folder of the model of a role."""
-    return local_model(config.device_roles()[role].model_args.model_name_or_path or "")
-
-
-def _shapes(config: BaseConfig) -> dict[str, ModelShape]:
-    shapes: dict[str, ModelShape] = {}
-    for role, worker in config.device_roles().items():
-        try:
-            shape = read_model_shape(_folder(config, role), worker.value_head)
-        except UnsupportedModel:  # of a judge; the rules of the configuration refuse that of another role
-            continue
-        if shape is not None:
-            shapes[role] = shape
-    return shapes
 
 
 def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> RolePlan:
@@ -425,13 +425,16 @@ def _of_tags(key: str, config: AgenticConfig) -> str:
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
 
-def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None = None) -> None:
+def print_plan(
+    plan: Plan, file: TextIO | None = None, device_gib: float | None = None, elsewhere: bool = False
+) -> None:
     """Writes the plan to `file`, or to standard output.
 
     Args:
         plan: to write.
         file: an open text file.
         device_gib: memory of one device, to compare with.
+        elsewhere: whether the run is for another machine, which may have what is missing here.
     """
     console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
@@ -464,20 +467,28 @@ def print_plan(plan: Plan, file: TextIO | None = None, device_gib: float | None 
         console.print("  not every model is here, so what a device needs is not known", style="bold red")
     if plan.downloads:
         console.print(_downloads(plan))
+    if plan.stops:
+        title, style = ("Missing here", "bold yellow") if elsewhere else ("This stops a run here", "bold red")
+        _print_list(console, title, style, plan.stops)
     if not plan.warnings:
         console.print("No warnings.", style="green")
         return
-    console.print(f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}", style="bold yellow")
-    for warning in plan.warnings:
-        console.print(f"  - {warning}", markup=False, soft_wrap=True)
+    title = f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}"
+    _print_list(console, title, "bold yellow", plan.warnings)
+
+
+def _print_list(console: Console, title: str, style: str, lines: Sequence[str]) -> None:
+    console.print(title, style=style)
+    wrap = TextWrapper(console.width, "  - ", "    ", break_long_words=False, break_on_hyphens=False)
+    for line in lines:
+        console.print("\n    ".join(map(wrap.fill, line.splitlines())), markup=False, soft_wrap=True)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(columns), title_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(
-            column, justify="right" if title in ("Batch", "Memory per device") and index == len(columns) - 2 else "left"
-        )
+        number = title in ("Batch", "Memory per device") and index == len(columns) - 2
+        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=column in UNBROKEN)
     for row in rows:
         table.add_row(*row)
     return table
@@ -489,22 +500,32 @@ def _roles(plan: Plan) -> Table:
             role.role,
             role.strategy,
             role.dtype,
-            spans(role.devices),
-            spans(role.nodes),
             f"{role.workers} {'engine' if role.strategy == 'sglang' else 'rank'}{'s' if role.workers > 1 else ''}",
             f"tp{role.tensor} pp{role.pipeline} dp{role.data}",
-            ", ".join(role.shares_devices_with) or "-",
             role.model or "-",
         )
         for role in plan.roles
     ]
-    columns = ["role", "engine", "dtype", "devices", "nodes", "workers", "layout", "shares with", "model"]
+    columns = ["role", "engine", "dtype", "workers", "layout", "model"]
     return _table("Roles", columns, rows)
 
 
 def _device_table(plan: Plan) -> Table:
-    rows = [(str(item.device), str(item.node), str(item.local_index), ", ".join(item.uses)) for item in plan.devices]
-    return _table("Devices", ["device", "node", "index on node", "used by"], rows)
+    """Neighbouring devices with the same roles are one row."""
+    rows = []
+    owners = {item.device: [role for role in plan.roles if item.device in role.devices] for item in plan.devices}
+    for roles, group in groupby(plan.devices, key=lambda item: owners[item.device]):
+        items = list(group)
+        uses = ", ".join(f"{role.role} {_places(role, [item.device for item in items])}" for role in roles)
+        rows.append((spans([item.device for item in items]), spans(sorted({item.node for item in items})), uses))
+    return _table("Devices", ["devices", "nodes", "used by"], rows)
+
+
+def _places(role: RolePlan, devices: Sequence[int]) -> str:
+    """The ranks or engines of a role on some devices."""
+    size, unit = (role.tensor, "engine") if role.strategy == "sglang" else (1, "rank")
+    numbers = sorted({role.devices.index(device) // size for device in devices})
+    return f"{unit}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
 
 
 def _memory(plan: Plan) -> Table:

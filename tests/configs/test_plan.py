@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
 from roll.configs.errors import ConfigError
-from roll.configs.hardware import Hardware
+from roll.configs.hardware import Hardware, prepare_run
 from roll.configs.load import load_config
 from roll.configs.memory import gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.parallel_layout import spans
-from roll.configs.plan import Plan, make_plan, shared_device_memory
+from roll.configs.plan import Plan, make_plan, print_plan, shared_device_memory
 from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -177,7 +180,7 @@ def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:
     plan = make_plan(unknown, SERVER)
     assert plan.memory == []
     assert plan.batch == make_plan(known, SERVER).batch
-    assert "pretrain: /elsewhere/model is not a folder on this machine (this stops a run, not a plan)" in plan.warnings
+    assert "pretrain: /elsewhere/model is not a folder on this machine" in plan.stops
     expected = "no memory estimate for actor_train, actor_infer: the model's config.json is not on this machine"
     assert expected in plan.warnings
 
@@ -303,3 +306,39 @@ def test_the_overrides_in_the_readmes_plan(recipe: str, overrides: list[str]) ->
     text = (EXAMPLES / recipe).with_name("README.md").read_text()
     assert all(override in text for override in overrides)
     assert make_plan(load_config(EXAMPLES / recipe, overrides), LAPTOP).roles
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "stop"),
+    [
+        ((), SERVER, "actor_train.device_mapping: device 15 is on another machine, as the number of GPUs here is 8"),
+        ((), LAPTOP, "actor_train.device_mapping: device 15 does not exist: this machine has 2 cores"),
+        (("platform=cpu", "num_devices_per_node=24"), Hardware(0, 2, 23 * 2**30), "optimizers need at least"),
+    ],
+)
+def test_a_plan_tells_what_prepare_run_refuses(
+    tmp_path: Path, overrides: tuple[str, ...], machine: Hardware, stop: str
+) -> None:
+    assert any(stop in line for line in make_plan(rlvr(tmp_path, *overrides), machine).stops)
+    with pytest.raises(ConfigError, match=stop):
+        prepare_run(rlvr(tmp_path, *overrides), machine)
+
+
+def test_a_run_that_may_fill_the_memory_is_a_warning(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "platform=cpu", "num_devices_per_node=24")
+    plan = make_plan(config, Hardware(0, 24, 800 * 2**30))
+    assert any("the run may need up to" in line for line in plan.warnings)
+    assert not any("memory" in line for line in plan.stops)
+
+
+def test_neighbouring_devices_of_the_same_roles_are_one_row_and_no_name_is_cut(tmp_path: Path) -> None:
+    text = StringIO()
+    console = Console(file=text, width=80, highlight=False)
+    plan = make_plan(rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2"), SERVER)
+    with mock.patch("roll.configs.plan.make_console", return_value=console):
+        print_plan(plan)
+    printed = text.getvalue()
+    assert "actor_train ranks 0-15" in printed and "actor_infer engines 0-3" in printed
+    assert "megatron_train" in printed and "\u2026" not in printed
+    words = " ".join(printed.split())
+    assert all(warning in words for warning in plan.warnings)

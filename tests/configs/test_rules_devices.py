@@ -423,7 +423,7 @@ def test_a_run_on_gpus_needs_gpus_here_or_elsewhere(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError) as caught:
         prepare_run(config, LAPTOP)
     assert "platform" not in str(caught.value)
-    assert any("this machine has no GPU" in warning for warning in make_plan(config, LAPTOP).warnings)
+    assert any(line.startswith("num_devices_per_node: is not set") for line in make_plan(config, LAPTOP).stops)
 
 
 def test_gpus_of_a_node_cannot_be_counted_on_a_machine_without_any(
@@ -444,7 +444,7 @@ def test_devices_of_a_second_node_need_a_cluster(tmp_path: Path, monkeypatch: py
     message = "device 23 is on another machine, as num_devices_per_node is 8: set num_devices_per_node: 24 if it is on"
     with pytest.raises(ConfigError, match=message):
         prepare_run(config, LAPTOP)
-    assert any(message in warning for warning in make_plan(config, LAPTOP).warnings)
+    assert any(message in line for line in make_plan(config, LAPTOP).stops)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with pytest.raises(ConfigError) as caught:
         prepare_run(config, LAPTOP)

@@ -108,7 +108,8 @@ def test_a_hub_that_is_down_is_no_matter_where_the_cache_has_the_model(
 def test_a_plan_without_a_network_says_what_it_could_not_know(tmp_path: Path, monkeypatch) -> None:
     go_offline(monkeypatch)
     plan = planned(by_name(tmp_path))
-    model, data, memory = plan.warnings
+    (memory,) = plan.warnings
+    model, data = plan.stops[-2:]
     assert model.startswith(f"pretrain: {MODEL} is not a folder here (in ") and "HF_HUB_OFFLINE is set" in model
     assert data.startswith(f"actor_train.data_args.file_name: {DATA} is not a file or folder here")
     assert memory.startswith("no memory estimate for actor_train, actor_infer")
