@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,12 @@ RESTARTING = "restarting"
 NOT_LEARNED_FROM = {
     *("source", "resume_from_checkpoint", "max_steps", "exp_name", "output_dir", "logging_dir", "checkpoint_dir"),
     *("track_with", "tracker_kwargs", "save_hf_model", "save_hf_checkpoints", "save_steps", "logging_steps"),
+    *("rollout_dump_dir", "rollout_dump_steps", "max_ckpt_to_keep", "profiler_output_dir"),
 }
-"""Keys whose change in a resumed run is what people do, and changes nothing that is learned."""
+"""Sections whose change in a resumed run is usual, and changes nothing that is learned."""
 
-SHOWN_CHANGES = 8
-"""Changed keys that a resumed run names."""
+SHOWN_CHANGES, SHOWN_CHARACTERS = 8, 40
+"""Changed keys that a resumed run names, and the longest text of a value there."""
 
 
 class RunningLoop:
@@ -179,8 +180,8 @@ def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
     own = checkpoint.resolve() in [path.resolve() for path in checkpoints_of(config).complete()]
     folder = Path(config.output_dir) if own else checkpoint.parent.parent
     try:
-        before = json.loads((folder / RUN_FILE).read_text())["config"]
-        changes = changed_values(before, without_secrets(config))
+        before, now = json.loads((folder / RUN_FILE).read_text())["config"], without_secrets(config)
+        changes = changed_values(before, now, {*before["source"]["given"], *now["source"]["given"]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     if changes:
@@ -192,16 +193,28 @@ def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
         )  # fmt: skip
 
 
-def changed_values(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """`key: old -> new` for each key of two nested configurations with different values, in the order of `now`."""
+def changed_values(
+    before: Mapping[str, Any], now: Mapping[str, Any], given: Collection[str], path: str = ""
+) -> list[str]:
+    """`key: old -> new` for each key of two nested configurations with different values, in the order of `now`.
+
+    A key that only one of them has counts if it is in `given`, or a key below it: others came with another version.
+    """
     changes = []
-    for name, value in now.items():
-        key, old = f"{path}{name}", before.get(name)
+    for name in [*now, *(name for name in before if name not in now)]:
+        key, old, value = f"{path}{name}", before.get(name), now.get(name)
+        if key in NOT_LEARNED_FROM or old == value:
+            continue
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            changes += changed_values(old, value, f"{key}.")
-        elif value != old and key not in NOT_LEARNED_FROM:
-            changes.append(f"{key}: {old} -> {value}")
+            changes += changed_values(old, value, given, f"{key}.")
+        elif (name in before and name in now) or any(f"{each}.".startswith(f"{key}.") for each in given):
+            changes.append(f"{key}: {_cut(old)} -> {_cut(value)}")
     return changes
+
+
+def _cut(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def _starting_point(config: BaseConfig, session: Session, checkpoint: Path | None) -> str:

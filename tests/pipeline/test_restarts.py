@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,13 +14,19 @@ from typing import Any, ClassVar
 import pytest
 
 from roll.configs.errors import RunError, RunInterrupted
-from roll.configs.pipeline import BaseConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, SFTConfig, Source
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
 from roll.pipeline.health import Health, watched
-from roll.pipeline.restarts import RunningLoop, record_killed_driver, record_training_again, warn_of_changes
+from roll.pipeline.restarts import (
+    RunningLoop,
+    changed_values,
+    record_killed_driver,
+    record_training_again,
+    warn_of_changes,
+)
 from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
 from roll.trackers import make_trackers
@@ -382,10 +389,21 @@ def test_a_resumed_run_names_the_keys_that_have_changed(tmp_path: Path, caplog: 
     after.actor_train.training_args.learning_rate = 3e-4
     warn_of_changes(after, checkpoint)
     assert "pretrain: a -> b, actor_train.training_args.learning_rate: 1e-06 -> 0.0003; weights and" in caplog.text
+    assert "source" not in caplog.text
     caplog.clear()
-    warn_of_changes(before, checkpoint)
+    resumed = replace(before, resume_from_checkpoint=True, tracker_kwargs={"wandb": {"project": "other"}})
+    resumed.source = Source(given=["resume_from_checkpoint"], overridden=["resume_from_checkpoint"])
+    warn_of_changes(resumed, checkpoint)
     warn_of_changes(after, tmp_path / "without" / "run" / "step-000002")
     assert not caplog.text
+
+
+def test_changes_are_short_and_keys_of_another_version_are_none() -> None:
+    before = {"a": "x" * 500, "old": 1, "rewards": {"first": {"weight": 1.0}}, "source": {"given": ["a"]}}
+    now = {"a": "y" * 500, "new": 2, "rewards": {"second": {"weight": 1.0}}, "source": {"given": ["b"]}}
+    changes = changed_values(before, now, {"a", "rewards.first.weight", "rewards.second.weight"})
+    assert [change.partition(":")[0] for change in changes] == ["a", "rewards.second", "rewards.first"]
+    assert all(len(change) < 110 for change in changes)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), RunInterrupted(None)])

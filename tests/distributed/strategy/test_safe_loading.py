@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
+from roll.configs.errors import RunError
 from roll.distributed.strategy.safe_loading import WEIGHTS_ONLY, check_metadata, only_data
 
 
@@ -49,6 +50,27 @@ def test_a_description_that_names_anything_else_or_is_damaged_is_refused(saved, 
     ):
         check_metadata(saved)
     assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"cpathlib\nPosixPath\n(N}S'is_dir'\nctorch\nSize\nstb.", "it sets attributes of <class 'pathlib.PosixPath'>"),
+        (b"ctorch.serialization\n_get_layout\n}S'cache'\nNsb.", "it sets attributes of <function _get_layout"),
+        (b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR}S'_value_'\nK\x01sb.", "it sets"),
+        (b"\x8e" + (1 << 62).to_bytes(8, "little") + b".", "EOFError"),
+        (b"\x96" + (1 << 62).to_bytes(8, "little") + b".", "it has a bytearray"),
+        (b"\x95" + (1 << 62).to_bytes(8, "little") + b".", "IndexError"),
+        (b"ctorch.distributed.checkpoint.metadata\nMetadata\n(}tRr\xff\xff\xff\x7f.", "its memo has gaps"),
+        (b"\x8e\x01", "struct.error|error: unpack"),
+        (b"(" * 200_000 + b"t" * 200_000 + b".", "it holds a tuple"),
+    ],
+)
+def test_a_description_changes_no_class_and_takes_no_more_memory_than_its_file(saved, content, cause):
+    saved.write_bytes(content)
+    with pytest.raises(RunError, match=f"^{saved}: is not the metadata of a checkpoint: .*({cause})"):
+        check_metadata(saved)
+    assert callable(Path.is_dir)
 
 
 def test_torch_loads_data_alone_inside_the_block(tmp_path, monkeypatch):
