@@ -151,6 +151,7 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         from roll.configs.hardware import prepare_run
         from roll.configs.hub.inputs import fetch_inputs, look_up
         from roll.configs.load import load_config
+        from roll.pipeline.checkpoint import finished_run
         from roll.pipeline.health import HealthFile, lock_folders
 
         loaded = load_config(config, overrides, pipeline)
@@ -160,6 +161,9 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         warnings = prepare_run(loaded)
         held.enter_context(lock_folders(loaded))
         configure_logging(loaded)
+        if (finished := finished_run(loaded)) is not None:
+            logger.info("%s", finished)
+            return 0
         report = HealthFile(loaded)
         report.begin("importing")
         logger.info(

@@ -23,12 +23,15 @@ from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.events import DRIVER, EventLog
 from roll.pipeline.checksums import damage, write_checksums
-from roll.trackers.files import DiskFullError, free_bytes, is_disk_full, megabytes
+from roll.trackers.files import RUN_FILE, DiskFullError, free_bytes, is_disk_full, megabytes
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 """Subfolder of a run with its checkpoints."""
+
+HF_FOLDER = "hf_model"
+"""Folder of the exported model, in the output folder and in checkpoints."""
 
 MARKER = "COMPLETE"
 EXHAUSTED_SHARE = 0.9
@@ -146,20 +149,26 @@ class CheckpointManager:
         Raises:
             CheckpointError: the path holds no complete checkpoint, or it is damaged; with true, all of them are.
         """
-        if choice is False:
-            return None
         if choice is True:
             return self._newest_intact()
-        path = Path(choice)
-        if (path / MARKER).exists():
-            return self._require_intact(path)
-        inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
-        if inside:
-            return self._require_intact(inside[-1])
+        if choice is False:
+            return None
+        if (found := self.chosen(choice)) is not None:
+            return self._require_intact(found)
         known = ", ".join(str(item) for item in self.complete()) or "none"
         raise CheckpointError(
             f"resume_from_checkpoint: {choice} holds no complete checkpoint; complete ones here: {known}"
         )
+
+    def chosen(self, choice: bool | str) -> Path | None:
+        """As `resume_path`, without reading the files of the checkpoint; None where it is missing."""
+        if isinstance(choice, bool):
+            return next(reversed(self.complete()), None) if choice else None
+        path = Path(choice)
+        if (path / MARKER).exists():
+            return path
+        inside = CheckpointManager(path / FOLDER if (path / FOLDER).is_dir() else path, 0).complete()
+        return next(reversed(inside), None)
 
     def _newest_intact(self) -> Path | None:
         """The newest checkpoint whose files are unchanged; a newer one is recorded as damaged."""
@@ -251,6 +260,32 @@ def checkpoint_folder(config: BaseConfig) -> Path:
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:
     """The checkpoints of a run."""
     return CheckpointManager(checkpoint_folder(config), config.max_ckpt_to_keep, EventLog(config.output_dir))
+
+
+def finished_run(config: BaseConfig) -> str | None:
+    """Says that the run finished at the checkpoint it would continue from, where no model is left to be exported."""
+    choice, manager = config.resume_from_checkpoint, checkpoints_of(config)
+    try:
+        folder = manager.chosen(choice)
+        state = PipelineState() if folder is None else PipelineState.load(folder)
+        if not state.finished(config.max_steps) or manager.resume_path(choice) != folder:
+            return None
+    except (CheckpointError, OSError, ValueError, TypeError):  # the run reports it
+        return None
+    if config.save_hf_model and not _exported(config, state.step):
+        return None
+    message = f"the run is finished: step {state.step} of {config.max_steps}"
+    return f"{message}, which reached target_loss" if state.reached else f"{message}; raise max_steps to go on"
+
+
+def _exported(config: BaseConfig, step: int) -> bool:
+    """Whether run.json says that the run of this folder finished this step and wrote its model."""
+    try:
+        record = json.loads((Path(config.output_dir) / RUN_FILE).read_text())
+        finished = (record["summary"]["status"], record["summary"]["steps"]) == ("finished", step)
+        return bool(finished and record["config"]["save_hf_model"] and (Path(config.output_dir) / HF_FOLDER).is_dir())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def step_of(checkpoint: Path) -> int:
@@ -357,6 +392,10 @@ class PipelineState:
     def save(self, folder: Path) -> None:
         """Writes the state to a checkpoint folder."""
         (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
+
+    def finished(self, max_steps: int) -> bool:
+        """Whether no step is left."""
+        return self.reached or self.step >= max_steps
 
     @classmethod
     def load(cls, folder: Path) -> PipelineState:

@@ -36,7 +36,7 @@ from roll.distributed.resources import RayStartError, ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
-from roll.pipeline.checkpoint import CheckpointError, checkpoints_of
+from roll.pipeline.checkpoint import HF_FOLDER, CheckpointError, checkpoints_of
 from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, PeakMemory, ended_by, watched
@@ -53,7 +53,7 @@ from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
-from roll.pipeline.training_loop import HF_FOLDER, TrainingLoop
+from roll.pipeline.training_loop import TrainingLoop
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary

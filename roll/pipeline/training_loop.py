@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.remote_errors import ClusterError
-from roll.pipeline.checkpoint import PipelineState, checkpoints_of, must_fit, step_of, write_folder
+from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HF_FOLDER = "hf_model"
-"""Folder of the exported model, in the output folder and in checkpoints."""
 
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
@@ -385,7 +382,7 @@ class TrainingLoop:
 
     @property
     def _at_end(self) -> bool:
-        return self.state.reached or self.state.step >= self._config.max_steps
+        return self.state.finished(self._config.max_steps)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl."""

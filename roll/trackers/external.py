@@ -72,6 +72,7 @@ class ExternalTracker(Tracker):
             "output_dir": str(output_dir.absolute()),
             "resumed": False,
         }
+        self._environment = {**os.environ, **config.system_envs, "CUDA_VISIBLE_DEVICES": ""}
         self._log_path = Path(config.logging_dir or output_dir / "logs") / f"{name}.log"
         self._queue: queue.Queue[str | None] = queue.Queue(QUEUE_STEPS)
         self._process: subprocess.Popen[bytes] | None = None
@@ -132,7 +133,7 @@ class ExternalTracker(Tracker):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                env=self._environment,
             )
         assert process.stdin is not None and process.stdout is not None
         self._queue.put_nowait(json.dumps(self._request))

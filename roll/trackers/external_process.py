@@ -189,18 +189,19 @@ def serve(lines: Iterator[str], answer: IO[str]) -> None:
     def say(**content: Any) -> None:
         print(json.dumps(content), file=answer, flush=True)
 
-    def failed(error: Exception) -> None:
+    def text(error: Exception) -> str:
         traceback.print_exc()
-        say(error=f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0])
+        return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
-    request = Request(**json.loads(next(lines)))
+    request, failures = Request(**json.loads(next(lines))), list[str]()
     run: Run | None = None
-    for offline in (False, True):
+    while run is None and len(failures) < 2:
         try:
-            run = RUNS[request.tracker](request, offline)
-            break
+            run = RUNS[request.tracker](request, offline=bool(failures))
         except Exception as error:
-            failed(error)
+            failures.append(text(error))
+    if failures:
+        say(error=failures[0] + ("; it was started again offline and keeps every step on disk" if run else ""))
     if run is None:
         for _ in lines:  # read on, so that the other side never waits
             pass
@@ -210,7 +211,7 @@ def serve(lines: Iterator[str], answer: IO[str]) -> None:
         try:
             run.log(step["step"], {n: v for n, v in step["metrics"].items() if n != "step" and math.isfinite(v)})
         except Exception as error:
-            failed(error)
+            say(error=text(error))
         say(accepted=step["step"])
     deadline = threading.Timer(FINISH_S, os._exit, [1])
     deadline.daemon = True
@@ -218,7 +219,7 @@ def serve(lines: Iterator[str], answer: IO[str]) -> None:
     try:
         run.finish()
     except Exception as error:
-        failed(error)
+        say(error=text(error))
     say(complete=True)
 
 

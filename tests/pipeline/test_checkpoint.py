@@ -9,13 +9,15 @@ import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from roll.configs.errors import RunError
+from roll.configs.pipeline import SFTConfig
 from roll.distributed.events import EVENTS_FILE, EventLog
-from roll.pipeline.checkpoint import MARKER, CheckpointManager
+from roll.pipeline.checkpoint import MARKER, CheckpointManager, PipelineState, finished_run
 from roll.trackers.files import DiskFullError, free_bytes
 
 
@@ -52,6 +54,28 @@ def test_a_run_that_dies_while_saving_keeps_the_previous_checkpoint(tmp_path):
         save(manager, 2, die)
     assert manager.resume_path(True) == before
     assert save(manager, 2).name == "step-000002"
+
+
+def test_a_finished_run_is_known_before_it_starts_and_a_model_that_is_missing_is_still_exported(tmp_path):
+    config = SFTConfig(output_dir=str(tmp_path), max_steps=4, resume_from_checkpoint=True)
+    assert finished_run(config) is None
+    for step in (2, 4):
+
+        async def write(folder: Path, step: int = step) -> None:
+            PipelineState(step).save(folder)
+
+        save(CheckpointManager(tmp_path / "checkpoints", 0), step, write)
+    assert finished_run(config) == "the run is finished: step 4 of 4; raise max_steps to go on"
+    for unfinished in ({"max_steps": 5}, {"resume_from_checkpoint": False}, {"save_hf_model": True}):
+        assert finished_run(replace(config, **unfinished)) is None
+    of_path = {"resume_from_checkpoint": str(tmp_path / "checkpoints" / "step-000002")}
+    assert finished_run(replace(config, **of_path)) is None and finished_run(replace(config, **of_path, max_steps=2))
+    (tmp_path / "hf_model").mkdir()
+    record = {"summary": {"status": "finished", "steps": 4}, "config": {"save_hf_model": True}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert finished_run(replace(config, save_hf_model=True)) is not None
+    (tmp_path / "checkpoints" / "step-000004" / "pipeline.json").write_text('{"step": 4}')
+    assert finished_run(config) is None, "that checkpoint is damaged, so the run continues from the one before"
 
 
 def test_a_folder_without_the_marker_is_never_chosen(tmp_path):

@@ -20,7 +20,6 @@ from roll.configs.hub.names import (
     HubName,
     HubUnreachable,
     Listing,
-    apply_environment,
     cache_folder,
     cached_folder,
     endpoint,
@@ -132,12 +131,11 @@ def fetch_inputs(config: BaseConfig) -> None:
 
 
 def prepare_environment(config: BaseConfig) -> None:
-    """Makes the choice of hub in `system_envs` and `model_download_type` that of this process."""
-    apply_environment(config.system_envs)
+    """Sets the variables of `system_envs` and `model_download_type` in this process, and so in those it starts."""
+    os.environ.update(config.system_envs)
     if config.model_download_type is not None:
-        modelscope = str(int(config.model_download_type == "MODELSCOPE"))
-        apply_environment({"USE_MODELSCOPE": modelscope})
-        config.system_envs.setdefault("USE_MODELSCOPE", modelscope)
+        os.environ["USE_MODELSCOPE"] = str(int(config.model_download_type == "MODELSCOPE"))
+        config.system_envs.setdefault("USE_MODELSCOPE", os.environ["USE_MODELSCOPE"])
 
 
 def fetch_model(name: HubName) -> HubName:

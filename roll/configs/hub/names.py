@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -184,12 +184,6 @@ def other_reading(text: str, kind: Kind) -> str:
     found = sorted(name for name in os.listdir(parent) if not name.startswith(".")) if os.path.isdir(parent) else []
     holds = f" ({parent} has {', '.join(found[:5])})" if found else ""
     return f"{holds}; for the name on the hub write {scheme}{text}"
-
-
-def apply_environment(variables: Mapping[str, str]) -> None:
-    """Sets the variables among `system_envs` that say how to reach a hub in this process too."""
-    prefixes = ("HF_", "MODELSCOPE_", "USE_MODELSCOPE", "TRANSFORMERS_OFFLINE")
-    os.environ.update({name: value for name, value in variables.items() if name.startswith(prefixes)})
 
 
 def is_on(variable: str) -> bool:

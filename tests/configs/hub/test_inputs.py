@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -194,7 +195,9 @@ def test_system_envs_choose_the_hub_and_the_cache(hub: HubServer, tmp_path: Path
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "unused"))
     config = by_name(tmp_path)
-    config.system_envs = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "mine")}
+    monkeypatch.setenv("MY_SERVER", "none")
+    config.system_envs = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "mine"), "MY_SERVER": "here"}
     fetch_inputs(config)
+    assert os.environ["MY_SERVER"] == "here", "rewards and environments are tried in children of this process"
     assert (tmp_path / "mine" / "hub" / "models--tiny--qwen2").is_dir()
     assert not (tmp_path / "unused").exists()
