@@ -76,6 +76,9 @@ SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 """Whole numbers that may be null or missing."""
 
+MOST_LAYERS, LARGEST_SIZE = 10_000, 2**27
+"""Bounds of a size, far above those of any model; a plan of a larger one would not end."""
+
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -172,6 +175,8 @@ def _check_sizes(raw: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"has no {key}; give a whole number above 0")
         if type(value) is not int or value < 1:
             raise UnsupportedModel(f"{key}: {_shown(value)} is not a whole number above 0")
+        if value > (most := MOST_LAYERS if key == "num_hidden_layers" else LARGEST_SIZE):
+            raise UnsupportedModel(f"{key}: {value:,} is more than {most:,}")
     heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
     if raw.get("head_dim") is None and hidden % heads:
         raise UnsupportedModel(f"num_attention_heads: {heads} does not divide hidden_size {hidden}; give head_dim")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX
 from roll.configs.model_config import VALUE_ARCHITECTURES, UnsupportedModel
 from roll.models.hf_config import DecoderConfig
+from roll.models.weight_files import open_weights, tensor_files
 from roll.models.weight_mapping import VALUE_HEAD, Rule, stage_rules
 
 
@@ -19,19 +17,13 @@ class HFTensors:
     """The tensors of a HF folder by name; files are opened on demand.
 
     Raises:
-        UnsupportedModel: the folder contains no safetensors.
+        UnsupportedModel: as `tensor_files`.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}
-        index = self.folder / WEIGHT_INDEX
-        if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (self.folder / WEIGHT_FILE).is_file():
-            self._file_of = dict.fromkeys(self._open(WEIGHT_FILE).keys(), WEIGHT_FILE)
-        else:
-            raise UnsupportedModel(f"{self.folder}: neither {WEIGHT_INDEX} nor {WEIGHT_FILE}; save it as safetensors")
+        self._file_of = tensor_files(self.folder)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -48,7 +40,7 @@ class HFTensors:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt")
+            self._files[file] = open_weights(self.folder / file, "pt")
         return self._files[file]
 
 
@@ -67,7 +59,7 @@ def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig,
         ranks: number of tensor-parallel ranks.
 
     Raises:
-        UnsupportedModel: a tensor is missing or has another shape.
+        UnsupportedModel: a tensor is missing, has another shape or a value that is not finite.
     """
     tensors = HFTensors(folder)
     parameters = dict(model.named_parameters())
@@ -101,6 +93,11 @@ def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: Rule, folder: Path
     if not fits or (padded and "word_embeddings" not in rule.megatron and "output_layer" not in rule.megatron):
         raise UnsupportedModel(
             f"{folder}: {', '.join(rule.hf)} gives {tuple(shard.shape)}, config.json asks for {tuple(parameter.shape)}"
+        )
+    broken = shard.numel() - int(torch.isfinite(shard).sum())
+    if broken:
+        raise UnsupportedModel(
+            f"{folder}: {', '.join(rule.hf)} has {broken} of {shard.numel()} values that are NaN or infinite"
         )
     parameter[:rows].copy_(shard)
     parameter[rows:].zero_()

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from roll.configs.model_config import padded_vocabulary
 from roll.models.hf_config import DecoderConfig
+
+if TYPE_CHECKING:
+    import torch
 
 Source = Any
 """A torch.Tensor, or the safetensors slice object of a tensor in a file; both accept row and column slices."""
@@ -50,8 +51,14 @@ def _rows(source: Source, start: int, stop: int) -> torch.Tensor:
 
 
 def _shape(source: Source) -> Sequence[int]:
-    shape: Sequence[int] = source.shape if isinstance(source, torch.Tensor) else source.get_shape()
+    shape: Sequence[int] = source.get_shape() if hasattr(source, "get_shape") else source.shape
     return shape
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    import torch  # here, so that a plan can read the names
+
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class InputSplit:
         return columns.contiguous()
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
-        return [torch.cat(list(shards), dim=1) if len(shards) > 1 else shards[0]]
+        return [_joined(shards, dim=1)]
 
     def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
         width = shard.shape[1]
@@ -111,8 +118,7 @@ class Vocabulary:
         return _rows(sources[0], start, min((rank + 1) * height, config.vocabulary))
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
-        whole = torch.cat(list(shards)) if len(shards) > 1 else shards[0]
-        return [whole[: config.vocabulary]]
+        return [_joined(shards)[: config.vocabulary]]
 
     def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
         """Writes the rank's rows without padding rows."""
@@ -131,14 +137,12 @@ class GatedPair:
 
     def shard(self, sources: Sequence[Source], config: DecoderConfig, rank: int, ranks: int) -> torch.Tensor:
         height = _shape(sources[0])[0] // ranks
-        return torch.cat([_rows(source, rank * height, (rank + 1) * height) for source in sources])
+        return _joined([_rows(source, rank * height, (rank + 1) * height) for source in sources])
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
         """The gate rows of all ranks, and the up rows of all ranks."""
         halves = [shard.chunk(2) for shard in shards]
-        if len(halves) == 1:
-            return list(halves[0])
-        return [torch.cat([half[part] for half in halves]) for part in range(2)]
+        return [_joined([half[part] for half in halves]) for part in range(2)]
 
     def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
         half = shard.chunk(2)[part]
@@ -171,10 +175,10 @@ class GroupedQKV:
 
     def merge(self, shards: Sequence[torch.Tensor], config: DecoderConfig) -> list[torch.Tensor]:
         """The query, key and value rows, each in group order."""
-        whole = torch.cat(list(shards)) if len(shards) > 1 else shards[0]
+        whole = _joined(shards)
         per_group = config.heads // config.kv_heads
         grouped = whole.view(config.kv_heads, per_group + 2, config.head_size, *whole.shape[1:])
-        parts = torch.split(grouped, [per_group, 1, 1], dim=1)
+        parts = grouped.split([per_group, 1, 1], dim=1)
         return [part.reshape(-1, *whole.shape[1:]) for part in parts]
 
     def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, config: DecoderConfig, rank: int) -> None:
@@ -196,7 +200,7 @@ class GroupedQKV:
     def _interleave(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
         tail = parts[0].shape[1:]
         grouped = [part.reshape(groups, -1, *tail) for part in parts]
-        return torch.cat(grouped, dim=1).reshape(-1, *tail)
+        return _joined(grouped, dim=1).reshape(-1, *tail)
 
 
 @dataclass(frozen=True)

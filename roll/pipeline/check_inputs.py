@@ -17,6 +17,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
+from roll.configs.model_config import CONFIG_NAME, UnsupportedModel
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import (
     RewardConfig,
@@ -27,6 +28,7 @@ from roll.configs.rewards import (
     scoring_role,
 )
 from roll.configs.roles import DataArguments
+from roll.configs.scoring_roles import JudgeConfig
 from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
@@ -35,6 +37,7 @@ from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
 from roll.envs.self_test import EnvTrial, try_environments
+from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
 from roll.rewards.sandbox.client import available_isolation
@@ -54,6 +57,7 @@ def check_inputs(config: BaseConfig) -> Report:
     """
     report = Report()
     _check_tokenizers(config, report)
+    _check_weights(config, report)
     if isinstance(config, RLVRConfig):
         prompts = _check_data(
             config, report, partial(read_prompt, may_lack_truth=partial(may_lack_truth, config.rewards))
@@ -77,6 +81,28 @@ def check_environments(config: AgenticConfig) -> list[str]:
         if ":" in entry.env_type
     ]
     return try_environments(trials, config.env_step_timeout_s) if trials else []
+
+
+def _check_weights(config: BaseConfig, report: Report) -> None:
+    """The weights of every model on this machine can be read and fit its config.json."""
+    seen: set[tuple[str, bool]] = set()
+    for role, worker in config.device_roles().items():
+        name = worker.model_args.model_name_or_path
+        folder = local_model(name or "")
+        if name is None or (name, worker.value_head) in seen or not (folder / CONFIG_NAME).is_file():
+            continue
+        seen.add((name, worker.value_head))
+        path = "pretrain" if name == config.pretrain else f"{role}.model_args.model_name_or_path"
+        try:
+            if isinstance(worker, JudgeConfig):  # SGLang reads models of more families
+                read_headers(folder)
+                continue
+            for warning in check_weights(folder, worker.value_head):
+                report.warn(path, warning)
+        except NoWeights as error:
+            report.missing_resource(path, str(error))
+        except UnsupportedModel as error:
+            report.error(path, str(error))
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:

@@ -40,6 +40,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 27}, "num_attention_heads: 27 does not divide hidden_size 3584; give head_dim"),
     ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 28"),
     ({"vocab_size": -1}, "vocab_size: -1 is not a whole number above 0"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1,000,000,000 is more than 10,000"),
+    ({"vocab_size": 10**12}, "vocab_size: 1,000,000,000,000 is more than 134,217,728"),
 ]
 
 

@@ -108,8 +108,9 @@ def test_a_folder_without_a_tokenizer_is_reported(folder: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text(Path(RLVR.split("pretrain: ")[1].split()[0], "config.json").read_text())
     data = f"actor_train.data_args.file_name={jsonl(folder, {'prompt': '1+1=', 'solution': '2'})}"
-    [problem] = check_inputs(sft(folder, data, f"pretrain={model}")).missing
-    assert str(problem).startswith(f"pretrain: {model} has no tokenizer (none of tokenizer.json, ")
+    tokenizer, weights = check_inputs(sft(folder, data, f"pretrain={model}")).missing
+    assert str(tokenizer).startswith(f"pretrain: {model} has no tokenizer (none of tokenizer.json, ")
+    assert str(weights).startswith(f"pretrain: {model}: has no weights; put model.safetensors")
     (model / "tokenizer.json").write_text("{")
     [error] = errors(check_inputs(sft(folder, data, f"pretrain={model}")))
     assert f"{model}/tokenizer.json cannot be read as a tokenizer" in error

@@ -1,0 +1,192 @@
+"""The weights of a model folder, as the headers of its safetensors files describe them; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
+from roll.configs.model_config import CONFIG_NAME, VALUE_ARCHITECTURES, UnsupportedModel, read_model_config
+from roll.models.hf_config import DecoderConfig, decoder_config
+from roll.models.weight_mapping import stage_rules
+
+GIT_LFS_POINTER = b"version https://git-lfs"
+"""Beginning of the small text file that git leaves where git-lfs is not installed."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that can be cast to the trained dtype; integers and 8-bit floats need scales."""
+
+
+class NoWeights(UnsupportedModel):
+    """The folder has no weights in any format."""
+
+
+class Header(NamedTuple):
+    """File, shape and safetensors dtype of one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_weights(folder: Path, value_head: bool = False) -> list[str]:
+    """Compares the weights in `folder` with its config.json, and returns warnings.
+
+    Args:
+        folder: of a HF model.
+        value_head: the model of a critic or a reward model; see `read_model_config`.
+
+    Raises:
+        NoWeights: there are none.
+        UnsupportedModel: a file cannot be read; a tensor is missing, has another shape or no float dtype; a tensor of
+            the model would not be read; an id of a special token is outside of the vocabulary.
+    """
+    raw = read_model_config(folder / CONFIG_NAME, value_head)
+    headers, config = read_headers(folder), decoder_config(raw, value_head)
+    rules = stage_rules(config, 0, config.layers, first=True, last=True)
+    names = [name for rule in rules for name in rule.hf]
+    optional = {"score.bias"} if raw["architectures"][0] in VALUE_ARCHITECTURES else {"score.weight", "score.bias"}
+    missing = [name for name in names if name not in {*headers, *optional}]
+    if missing:
+        raise UnsupportedModel(f"{folder}: a {config.architecture} needs {_several(missing)}")
+    for name in filter(headers.__contains__, names):
+        _check_tensor(name, headers[name], config)
+    _check_special_ids(folder, raw, config.vocabulary)
+    unread = [name for name in headers if name not in names and not name.endswith("rotary_emb.inv_freq")]
+    of_layers = [name for name in unread if name.startswith("model.")]
+    if of_layers:
+        raise UnsupportedModel(
+            f"{folder}: {_several(of_layers)} cannot be used by a {config.architecture} with num_hidden_layers "
+            f"{config.layers}; correct {CONFIG_NAME}"
+        )
+    unread = [name for name in unread if not (value_head and name == "lm_head.weight")]
+    why = f" (tie_word_embeddings is true in {CONFIG_NAME})" if "lm_head.weight" in unread else ""
+    return [f"{folder}: the run does not read {_several(unread)}{why}"] if unread else []
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """The header of every tensor in the files of a folder's weights.
+
+    Raises:
+        NoWeights: there are none.
+        UnsupportedModel: a file is missing or cannot be read, or does not have a tensor that the index names.
+    """
+    file_of = tensor_files(folder)
+    headers: dict[str, Header] = {}
+    for file in dict.fromkeys(file_of.values()):
+        opened = open_weights(folder / file, "np")
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
+        headers |= {
+            name: Header(folder / file, tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()
+        }
+    for name, file in file_of.items():
+        if name not in headers or headers[name].file != folder / file:
+            raise UnsupportedModel(f"{folder / file}: has no tensor {name}, though {WEIGHT_INDEX} names it")
+    return headers
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor.
+
+    Raises:
+        NoWeights: the folder has no weights.
+        UnsupportedModel: its weights are not safetensors, or have no index or one that cannot be read.
+    """
+    index, single = folder / WEIGHT_INDEX, folder / WEIGHT_FILE
+    if index.is_file():
+        return _read_index(index)
+    if single.is_file():
+        return {name: WEIGHT_FILE for name in open_weights(single, "np").keys()}
+    shards, others = sorted(folder.glob(WEIGHTS)), sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if shards:
+        raise UnsupportedModel(
+            f"{index}: is missing, and the weights are in {len(shards)} shards, such as {shards[0].name}; download it"
+        )
+    if others:
+        raise UnsupportedModel(f"{others[0]}: only safetensors are read; save the model with save_pretrained")
+    raise NoWeights(f"{folder}: has no weights; put {WEIGHT_FILE}, or shards with {WEIGHT_INDEX}, beside {CONFIG_NAME}")
+
+
+def open_weights(file: Path, framework: str) -> Any:
+    """An open safetensors file.
+
+    Raises:
+        UnsupportedModel: it is missing or not a whole safetensors file.
+    """
+    _check_content(file)
+    try:
+        return safe_open(file, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModel(
+            f"{file}: its {file.stat().st_size:,} bytes are not a whole safetensors file: {error}; download it again"
+        ) from None
+
+
+def _check_content(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(GIT_LFS_POINTER))
+    except OSError as error:
+        raise UnsupportedModel(f"{file}: cannot be read: {error.strerror}") from None
+    if start == GIT_LFS_POINTER:
+        raise UnsupportedModel(f"{file}: is a git-lfs pointer, not the file itself; run git lfs pull")
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    _check_content(index)
+    try:
+        file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        outside = [file for file in file_of.values() if Path(file).name != file]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UnsupportedModel(f"{index}: has no weight_map from tensors to files: {error!r}") from None
+    if outside or not file_of:
+        raise UnsupportedModel(f"{index}: names {outside[0] if outside else 'no tensor'}; name files of this folder")
+    return dict(file_of)
+
+
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices of each module; a bias has the first size of its matrix."""
+    hidden, queries, keys = config.hidden_size, config.heads * config.head_size, config.kv_heads * config.head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj": (queries, hidden),
+        "o_proj": (hidden, queries),
+        "score": (1, hidden),
+    }
+    shapes |= dict.fromkeys(("k_proj", "v_proj"), (keys, hidden))
+    shapes |= dict.fromkeys(("gate_proj", "up_proj"), (config.ffn_size, hidden))
+    shapes |= dict.fromkeys(("embed_tokens", "lm_head"), (config.vocabulary, hidden))
+    shapes |= dict.fromkeys(("q_norm", "k_norm"), (config.head_size,))
+    return shapes | {"down_proj": (hidden, config.ffn_size)}
+
+
+def _check_tensor(name: str, header: Header, config: DecoderConfig) -> None:
+    *_, module, kind = name.split(".")
+    expected = _shapes(config).get(module, (config.hidden_size,))[: 1 if kind == "bias" else 2]
+    if header.shape != expected:
+        shapes = " and ".join(str(list(shape)) for shape in (header.shape, expected))
+        raise UnsupportedModel(f"{header.file}: {name} and {CONFIG_NAME} disagree: shapes {shapes}")
+    if header.dtype not in FLOATS:
+        raise UnsupportedModel(f"{header.file}: {name} has dtype {header.dtype}; use weights in {', '.join(FLOATS)}")
+
+
+def _check_special_ids(folder: Path, raw: Mapping[str, Any], vocabulary: int) -> None:
+    """The ids of special tokens in config.json and generation_config.json are in the vocabulary."""
+    generation = folder / "generation_config.json"
+    try:
+        generating = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModel(f"{generation}: cannot be read: {error}") from None
+    for name, values in ((CONFIG_NAME, raw), (generation.name, generating)):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            found = values.get(key)
+            for number in found if isinstance(found, list) else [found]:
+                if isinstance(number, int) and number >= vocabulary:
+                    raise UnsupportedModel(f"{folder / name}: {key} is {number}, but vocab_size is {vocabulary}")
+
+
+def _several(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} (such as {names[0]})"
