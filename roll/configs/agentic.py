@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
 from roll.configs.advantages import TURN_ESTIMATORS, estimators
+from roll.configs.asynchronous import exact_ratio
 from roll.configs.pipeline import VALIDATES, RLConfig
 from roll.configs.policy import traits_of
 from roll.configs.schema import Condition, one_or_many, option
@@ -235,7 +237,8 @@ class EnvManagerConfig:
 
     num_env_groups: int | None = option(
         None,
-        "Groups whose environments run at a time; default: the sum of num_groups_partition, or those of one batch.",
+        "Groups whose environments run at a time; default: the sum of num_groups_partition, or those of 1 + "
+        "async_generation_ratio batches, at most 4, and of one validation.",
         ge=1,
     )
     group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
@@ -334,6 +337,11 @@ class AgenticConfig(AgenticOptions, RLConfig):
     def groups_per_batch(self) -> int:
         """Number of groups of one step."""
         return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
+
+    @property
+    def groups_admitted(self) -> int:
+        """Groups that may be in progress at a time: those of 1 + async_generation_ratio batches, rounded down."""
+        return math.floor((1 + exact_ratio(self.async_generation_ratio)) * self.groups_per_batch)
 
     @property
     def samples_per_batch(self) -> int:

@@ -27,6 +27,9 @@ MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "ma
 SLOWEST_TOKENS_PER_S = 20.0
 """Speed of one request on a GPU that many share; slower requests are considered stuck."""
 
+MOST_BATCHES = 4
+"""Batches whose environments run at a time by default, however far ahead generation may run: each costs memory."""
+
 OWN_MODEL_ROLES = ("reward", "judge")
 """Roles whose model is never that of `pretrain`."""
 
@@ -196,8 +199,10 @@ def _fill_in_agents(config: AgenticConfig) -> list[Problem]:
     if config.val_batch_size is None:
         config.val_batch_size = config.rollout_batch_size
     config.num_return_sequences_in_group = config.train_env_manager.group_size
-    _fill_in_manager(config.train_env_manager, config, config.rollout_batch_size)
-    _fill_in_manager(config.val_env_manager, config, config.val_batch_size)
+    groups = min(config.groups_admitted, MOST_BATCHES * config.groups_per_batch)
+    _fill_in_manager(config.train_env_manager, config, groups, config.groups_per_batch)
+    groups = config.val_batch_size // config.val_env_manager.group_size
+    _fill_in_manager(config.val_env_manager, config, groups, groups)
     return []
 
 
@@ -283,11 +288,12 @@ def _fill_in_steps(path: str, entry: CustomEnvConfig, default: int) -> list[Prob
     return []
 
 
-def _fill_in_manager(manager: EnvManagerConfig, config: AgenticConfig, trajectories: int) -> None:
-    """Sets tags, groups and the share of each tag, if they divide."""
+def _fill_in_manager(manager: EnvManagerConfig, config: AgenticConfig, groups: int, least: int) -> None:
+    """Sets tags, the share of each tag, and groups: `groups`, or fewer (`least`) where the shares are equal then."""
     manager.tags = manager.tags or list(config.custom_envs)
-    partition = manager.num_groups_partition
+    partition, tags = manager.num_groups_partition, len(manager.tags)
     if manager.num_env_groups is None:
-        manager.num_env_groups = max(1, sum(partition) or trajectories // manager.group_size)
-    if not partition and manager.tags and manager.num_env_groups % len(manager.tags) == 0:
-        manager.num_groups_partition = [manager.num_env_groups // len(manager.tags)] * len(manager.tags)
+        equal = groups // max(tags, 1) * tags
+        manager.num_env_groups = sum(partition) or max(1, equal if equal >= least else groups)
+    if not partition and tags and manager.num_env_groups % tags == 0:
+        manager.num_groups_partition = [manager.num_env_groups // tags] * tags

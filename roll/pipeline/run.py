@@ -26,6 +26,7 @@ from roll.configs.pipeline import (
     SFTConfig,
 )
 from roll.configs.plan import Plan
+from roll.configs.rewards import scoring_role
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import DRIVER, EventLog, set_aside_events
@@ -54,6 +55,7 @@ from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
+from roll.platforms import get_platform
 from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary
@@ -377,7 +379,7 @@ async def _train(
                     )
                 await loop.run()
                 summary.status = "finished"
-                summary.bottleneck = report_bottleneck(config)
+                summary.bottleneck = report_bottleneck(config, summary.resumed_at_step)
             finally:
                 await running.end()
                 gc_unfreeze()
@@ -385,21 +387,35 @@ async def _train(
                 summary.validation = loop.validation
 
 
-def report_bottleneck(config: BaseConfig) -> str:
-    """Logs and returns the bottleneck report of the finished run; empty where nothing is generated."""
+def report_bottleneck(config: BaseConfig, since: int = 0) -> str:
+    """Logs and returns the bottleneck report of a finished run from step `since`; empty where nothing is generated."""
     if not isinstance(config, RLConfig):
         return ""
+    lines = read_metrics(Path(config.output_dir) / METRICS_FILE)
+    report = bottleneck_report([line for line in lines if line["step"] > since], split_of(config))
+    if report:
+        logger.info("%s", report)
+    return report
+
+
+def split_of(config: RLConfig) -> Split:
+    """What the report on the bottleneck reads of a configuration."""
     generation = {*config.actor_infer.device_mapping}
     training = {rank for role in config.trained_roles().values() for rank in role.device_mapping}
-    split = Split(
+    cpu = get_platform(config.platform).name == "cpu"
+    keys = []
+    for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
+        role = scoring_role(reward)
+        keys += [f"rewards.{name}.world_size"] if role is None else [] if cpu else [f"{role}.device_mapping"]
+    return Split(
         config.async_generation_ratio,
         len(generation),
         len(training),
         shared=generation == training,
         drains=config.in_flight_policy == "drain",
         critic_apart=config.critic_apart,
+        cpu=cpu,
+        groups=config.train_env_manager.num_env_groups if isinstance(config, AgenticConfig) else None,
+        batch_groups=config.groups_per_batch,
+        reward_keys=tuple(dict.fromkeys(keys)),
     )
-    report = bottleneck_report(read_metrics(Path(config.output_dir) / METRICS_FILE), split)
-    if report:
-        logger.info("%s", report)
-    return report

@@ -41,7 +41,7 @@ def test_published_recipe_loads(tmp_path: Path) -> None:
     assert (lake.env_type, lake.max_steps, lake.max_tokens_per_step) == ("frozen_lake", 10, 128)
     assert lake.env_config == {"size": 4, "p": 0.8, "is_slippery": False, "format_penalty": -0.01, "max_steps": 10}
     train, validation = config.train_env_manager, config.val_env_manager
-    assert (train.num_env_groups, train.group_size, train.num_groups_partition) == (128, 8, [128])
+    assert (train.num_env_groups, train.group_size, train.num_groups_partition) == (256, 8, [256])
     assert (validation.num_env_groups, validation.group_size, config.val_batch_size) == (1024, 1, 1024)
     assert (config.sample_by, config.samples_per_batch, config.groups_per_batch) == ("traj", 1024, 128)
     assert config.num_return_sequences_in_group == 8
@@ -143,8 +143,19 @@ def test_number_of_groups_follows_from_batch_or_partition(tmp_path: Path) -> Non
     assert (manager.num_env_groups, manager.tags, manager.num_groups_partition) == (8, ["FrozenLake"], [8])
     text = AGENTIC.replace("  num_env_groups: 8\n", "")
     assert agentic(tmp_path, text=text).train_env_manager.num_env_groups == 8
-    text = AGENTIC.replace("  num_groups_partition: [6, 2]\n", "")
-    assert agentic(tmp_path, text=text).train_env_manager.num_groups_partition == [4, 4]
+
+
+@pytest.mark.parametrize(("ratio", "groups"), [(0, 8), (0.3, 10), (2, 24), (50, 32)])
+def test_environments_of_as_many_batches_run_as_generation_may_be_ahead(
+    tmp_path: Path, ratio: float, groups: int
+) -> None:
+    config = agentic(tmp_path, f"async_generation_ratio={ratio}", text=LEAST)
+    manager = config.train_env_manager
+    assert (manager.num_env_groups, manager.num_groups_partition) == (groups, [groups])
+    assert not [warning for warning in check(config).warnings if "num_env_groups" in str(warning)]
+    four = "custom_envs={A: {env_type: sokoban}, B: {env_type: sokoban}, C: {}, D: {}}"
+    several = agentic(tmp_path, f"async_generation_ratio={ratio}", four, text=LEAST)
+    assert several.train_env_manager.num_groups_partition == [groups // 4] * 4
 
 
 @pytest.mark.parametrize(("per_process", "processes"), [(16, 3), (40, 1), (39, 2), (0, 1)])

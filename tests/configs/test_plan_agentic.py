@@ -81,8 +81,8 @@ def test_the_published_agentic_recipe_plans_with_sglang(tmp_path: Path) -> None:
     assert found["trajectories per step"] == found["samples per optimizer step"] == 1024
     assert (found["groups per step"], found["environments at a time"], found["environment processes"]) == (
         128,
-        1024,
-        64,
+        2048,
+        128,
     )
     assert found["learning-rate schedule"] == "1024 steps"
     assert (plan.platform, plan.nodes, plan.devices_per_node) == ("cuda", 1, 8)

@@ -201,7 +201,7 @@ def test_the_recipes_of_four_systems_run(shared_runs, inputs, tmp_path, name):
     assert steps[-1]["processed_samples"] == 4 * 16 * 8
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     ratio = record["config"]["async_generation_ratio"]
-    assert ratio > 0 and record["summary"]["bottleneck"]
+    assert ratio > 0 and record["summary"]["bottleneck"] == "", "four steps are too few for advice"
     assert max(line.get("staleness/max", 0) for line in steps) <= math.ceil(ratio)
 
 

@@ -53,6 +53,16 @@ def test_tags_are_assigned_in_proportion_and_evenly_mixed(partition, start):
             assert abs(dealt[tag] - length * part / whole) < len(tags)
 
 
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4))
+def test_the_order_of_tags_depends_on_their_proportions_alone(partition, times):
+    tags = [f"tag {number}" for number in range(len(partition))]
+    cycle, more = (
+        TagCycle(EnvManagerConfig(tags=tags, num_groups_partition=[factor * part for part in partition]))
+        for factor in (1, times)
+    )
+    assert cycle.order == more.order
+
+
 def test_tag_and_seed_depend_only_on_the_number():
     made, other = worker(Setup(Engines(ANSWERS))), worker(Setup(Engines(ANSWERS)), config(seed=1))
     first = drawn(made, range(10))

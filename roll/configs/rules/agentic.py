@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.asynchronous import exact_ratio
 from roll.configs.compat.roll import ENVIRONMENTS
 from roll.configs.errors import ConfigError, Report
 from roll.configs.suggestions import nearest
@@ -112,8 +110,7 @@ def _check_unused(config: AgenticConfig, report: Report) -> None:
 
 def _check_ahead(config: AgenticConfig, report: Report) -> None:
     """No more groups run at a time than may be submitted."""
-    admitted = math.floor((1 + exact_ratio(config.async_generation_ratio)) * config.groups_per_batch)
-    limits = {"train_env_manager": (admitted, "async_generation_ratio and rollout_batch_size admit")}
+    limits = {"train_env_manager": (config.groups_admitted, "async_generation_ratio and rollout_batch_size admit")}
     if config.eval_steps and config.val_batch_size:
         limits["val_env_manager"] = (config.val_batch_size // config.val_env_manager.group_size, "val_batch_size has")
     for name, (limit, why) in limits.items():

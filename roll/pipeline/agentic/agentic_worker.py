@@ -123,9 +123,10 @@ class AgenticWorker(RolloutWorker):
         Raises:
             ValueError: it was taken with another seed, other tags, or groups of another size.
         """
+        before = {**state, "tags": shortest_cycle(state["tags"])}
         for name, value in self.state_dict().items():
-            if state[name] != value:
-                raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {state[name]}; use that")
+            if before[name] != value:
+                raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {before[name]}; use that")
 
     def close(self) -> None:
         """Ends the environments' processes."""
@@ -145,8 +146,13 @@ class TagCycle:
             for tag, count in zip(manager.tags, manager.num_groups_partition, strict=True)
             for index in range(count)
         ]
-        self.order = [tag for _, tag in sorted(positions, key=lambda item: item[0])]
+        self.order = shortest_cycle([tag for _, tag in sorted(positions, key=lambda item: item[0])])
 
     def tag(self, number: int) -> str:
         """The tag of group `number`."""
         return self.order[number % len(self.order)]
+
+
+def shortest_cycle(order: list[str]) -> list[str]:
+    """The shortest beginning of `order` that repeats to `order`, the same however many groups run at a time."""
+    return next((order[:n] for n in range(1, len(order)) if order[:n] * (len(order) // n) == order), order)
