@@ -16,7 +16,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report
-from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model
+from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.configs.model_config import CONFIG_NAME, UnsupportedModel
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import (
@@ -90,6 +90,8 @@ def _check_weights(config: BaseConfig, report: Report) -> None:
         name = worker.model_args.model_name_or_path
         folder = local_model(name or "")
         if name is None or (name, worker.value_head) in seen or not (folder / CONFIG_NAME).is_file():
+            continue
+        if folder != Path(name) and missing_model_files(folder):  # a run fetches the rest
             continue
         seen.add((name, worker.value_head))
         path = "pretrain" if name == config.pretrain else f"{role}.model_args.model_name_or_path"

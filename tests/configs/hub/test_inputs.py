@@ -17,6 +17,7 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import Plan, make_plan, print_plan
 from roll.datasets.prompts import load_prompts
 from roll.models.tiny import write_tiny_model
+from roll.pipeline.check_inputs import check_inputs
 from roll.pipeline.tokenizer import load_tokenizer
 from tests.configs.samples import RLVR, SERVER, rlvr, write
 from tests.datasets.files import jsonl, row
@@ -54,7 +55,10 @@ def planned(config: RLVRConfig) -> Plan:
 
 
 def test_a_plan_reads_the_model_and_fetches_only_its_config(hub: HubServer, tmp_path: Path, model: Path) -> None:
-    plan = planned(by_name(tmp_path))
+    config = by_name(tmp_path)
+    plan = planned(config)
+    checked = check_inputs(config)
+    assert not [str(problem) for problem in checked.errors + checked.missing if "weights" in str(problem)]
     assert {memory.role for memory in plan.memory} == {"actor_train", "actor_infer"}
     assert plan.warnings == []
     fetched = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
