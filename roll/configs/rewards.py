@@ -18,22 +18,24 @@ class BuiltIn:
         function: its `module:function`.
         timeout_s: default of `timeout_s`, in seconds.
         max_concurrent_calls: default of `max_concurrent_calls`; None for a function that is not a coroutine.
+        truth: types of the ground truth that it compares with; none if it may do without, or reads any.
     """
 
     function: str
     timeout_s: float = 5.0
     max_concurrent_calls: int | None = None
+    truth: tuple[type, ...] = (str, int, float)
 
 
 BUILT_IN = {
     "math_rule": BuiltIn("roll.rewards.math_rule:math_reward"),
     "multiple_choice": BuiltIn("roll.rewards.answers:multiple_choice"),
-    "exact_match": BuiltIn("roll.rewards.answers:exact_match"),
+    "exact_match": BuiltIn("roll.rewards.answers:exact_match", truth=(str, int, float, list)),
     "regex": BuiltIn("roll.rewards.answers:regex"),
-    "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward"),
-    "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", timeout_s=60.0, max_concurrent_calls=1),
+    "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward", truth=()),
+    "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", 60.0, max_concurrent_calls=1, truth=()),
     "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
-    "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer"),
+    "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer", truth=()),
 }
 """Rewards by the name that an entry of `rewards`, or its `function`, may have.
 
@@ -330,10 +332,19 @@ def rewards_of(rewards: Mapping[str, RewardConfig], tag: str) -> list[str]:
     return naming or [name for name, reward in rewards.items() if not reward.tag_included][:1]
 
 
-def may_lack_truth(rewards: Mapping[str, RewardConfig], tag: str) -> bool:
-    """Whether prompts with a tag need no ground truth: a reward_model alone scores them."""
-    names = rewards_of(rewards, tag)
-    return bool(names) and all(scoring_role(rewards[name]) == "reward" for name in names)
+def truths_read(rewards: Mapping[str, RewardConfig], tag: str) -> dict[str, tuple[type, ...]]:
+    """The built-in rewards that read the ground truth of prompts with a tag, and the types that it may have.
+
+    A function of the user is not among them: it gets what the data has.
+    """
+    found = {}
+    for reward in (rewards[name] for name in rewards_of(rewards, tag)):
+        name = built_in_of(reward.function)
+        asked = name != "llm_judge" or "{ground_truth" in reward.prompt_template
+        asked = asked and (name != "regex" or reward.pattern is None or re.compile(reward.pattern).groups > 0)
+        if name is not None and asked and BUILT_IN[name].truth:
+            found[name] = BUILT_IN[name].truth
+    return found
 
 
 def domain_of(rewards: Mapping[str, RewardConfig], shares: Mapping[str, float], tag: str) -> str | None:

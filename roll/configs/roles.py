@@ -145,7 +145,9 @@ class DataArguments:
         "Chat template: `native` is the tokenizer's own, `none` leaves the prompt unchanged, or a built-in one.",
     )
     id: str = option(
-        "id", "Column of the prompt's identity; missing ids are made from the file and line.", only_for=COLUMNS_READ
+        "id",
+        "Column of the prompt's identity; a missing one is file and line, a repeated one gets #2, #3.",
+        only_for=COLUMNS_READ,
     )
     tag: str = option("tag", "Column that chooses the reward of the sample.", only_for=(COLUMNS_READ, RESPONSES_SCORED))
     prompt: str = option("prompt", "Column with the question as text.", only_for=COLUMNS_READ)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.roles import DataArguments
-from roll.datasets.prompts import Message, Question, check_unique_ids, question, record_id
+from roll.datasets.prompts import Message, Question, question, record_id, with_unique_ids
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.sft import PromptResponse, SFTExample, encode_last_messages
 
@@ -43,15 +43,16 @@ def load_preferences(files: str | list[str], data_args: DataArguments) -> list[P
 
     The columns `data_args.chosen` and `data_args.rejected` have a text each, or messages that end with the assistant's.
     The prompt is what precedes the last of these messages, the same in both; of texts, or of a single message, it is
-    that of `data_args.prompt` or `data_args.messages`.
+    that of `data_args.prompt` or `data_args.messages`. Pairs of two equal responses are left out.
 
     Raises:
         DatasetError: as `load_prompts`.
     """
-    records = read_records(files)
-    pairs = [read_preference(record, data_args) for record in records]
-    check_unique_ids([pair.id for pair in pairs], records)
-    return pairs
+    pairs = with_unique_ids([read_preference(record, data_args) for record in read_records(files)])
+    different = [pair for pair in pairs if pair.chosen != pair.rejected]
+    if not different:
+        raise DatasetError(f"all {len(pairs)} pairs have two equal responses, so none is preferred")
+    return different
 
 
 def read_preference(record: Record, data_args: DataArguments) -> Preference:

@@ -6,12 +6,13 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 from roll.configs.roles import DataArguments
-from roll.datasets.records import DatasetError, Record, read_records
+from roll.datasets.records import Record, read_records
 
 DEFAULT_TAG = "default"
 """Tag of a prompt whose data has none; a reward without `tag_included` scores it."""
@@ -42,59 +43,90 @@ class Prompt:
         id: unique in the dataset.
         tag: selects the reward that scores the responses.
         question: content of the prompt.
-        ground_truth: what the reward compares a response with.
+        ground_truth: what the reward compares a response with: a text, a number as text, or any other JSON value; None
+            where the row has none.
         row: of the data file, by column.
     """
 
     id: str
     tag: str
     question: Question
-    ground_truth: str
+    ground_truth: Any
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
+TruthsRead = Callable[[str], Mapping[str, tuple[type, ...]]]
+"""The rewards that compare with the ground truth of prompts with a tag, and the types that it may have."""
+
+
+def text_truth(tag: str) -> Mapping[str, tuple[type, ...]]:
+    """Every prompt has a text or a number as ground truth."""
+    return {"the reward": (str, int, float)}
+
+
 def load_prompts(
-    files: str | list[str], data_args: DataArguments, may_lack_truth: Callable[[str], bool] = lambda tag: False
+    files: str | list[str], data_args: DataArguments, truths_read: TruthsRead = text_truth
 ) -> list[Prompt]:
-    """Reads prompts from all files, in order; those with a tag for which `may_lack_truth` need no ground truth.
+    """Reads prompts from all files, in order.
 
     The column names are those in `data_args`. verl's layout is read too: `prompt` as a list of messages,
     `reward_model.ground_truth`, `data_source` as the tag, and as the id `uid` or `index`, at top level or inside
-    `extra_info`; an index is prefixed with the data source. A prompt without an id gets its file and line as id.
+    `extra_info`; an index is prefixed with the data source. A prompt without an id gets its file and line as id. Rows
+    with the same id are prompts of their own: the second gets the id with `#2` after it, and so on.
 
     Raises:
         DatasetError: a file is missing, empty or has an invalid line; a column is missing (the message lists the
-            existing ones) or has an invalid value; an id occurs twice.
+            existing ones) or has an invalid value.
     """
-    records = read_records(files)
-    prompts = [read_prompt(record, data_args, may_lack_truth) for record in records]
-    check_unique_ids([prompt.id for prompt in prompts], records)
-    return prompts
+    return with_unique_ids([read_prompt(record, data_args, truths_read) for record in read_records(files)])
 
 
-def read_prompt(
-    record: Record, data_args: DataArguments, may_lack_truth: Callable[[str], bool] = lambda tag: False
-) -> Prompt:
+def read_prompt(record: Record, data_args: DataArguments, truths_read: TruthsRead = text_truth) -> Prompt:
     """The prompt of one row; see `load_prompts`."""
     tag = tag_of(record, data_args)
     return Prompt(
         id=record_id(record, data_args),
         tag=tag,
         question=question(record, data_args),
-        ground_truth=_ground_truth(record, data_args, may_lack_truth(tag)),
+        ground_truth=_ground_truth(record, data_args, truths_read(tag)),
         row=record.row,
     )
 
 
-def check_unique_ids(ids: list[str], records: list[Record]) -> None:
-    """Raises a DatasetError that lists ids which occur more than once, with their locations."""
-    locations: dict[str, list[str]] = {}
-    for key, record in zip(ids, records, strict=True):
-        locations.setdefault(key, []).append(record.location)
-    twice = [f"{key} ({found[0]} and {found[1]})" for key, found in locations.items() if len(found) > 1]
-    if twice:
-        more = f" and {len(twice) - 5} more" if len(twice) > 5 else ""
-        raise DatasetError(f"ids that occur more than once: {', '.join(twice[:5])}{more}; ids must be unique")
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+ItemT = TypeVar("ItemT", bound=_HasId)
+
+
+def with_unique_ids(items: Sequence[ItemT]) -> list[ItemT]:
+    """The items in order; the second with an id gets `#2` after it, and so on."""
+    taken, counts = {item.id for item in items}, Counter[str]()
+    unique: list[ItemT] = []
+    for item in items:
+        counts[item.id] += 1
+        key = item.id
+        while counts[item.id] > 1 and key in taken:
+            key = f"{item.id}#{counts[item.id]}"
+            counts[item.id] += key in taken
+        taken.add(key)
+        unique.append(item if key == item.id else replace(item, id=key))  # type: ignore[type-var]
+    return unique
+
+
+def repeated_ids(ids: Sequence[str], records: Sequence[Record]) -> str:
+    """How many rows have the id of an earlier row, with an example; empty if none has."""
+    first: dict[str, Record] = {}
+    again = [(key, record) for key, record in zip(ids, records, strict=True) if first.setdefault(key, record) != record]
+    if not again:
+        return ""
+    key, record = again[0]
+    return (
+        f"{len(again):,} of {len(ids):,} rows have the id of an earlier row, such as {key} ({first[key].location} and "
+        f"{record.location}): each is a prompt of its own, whose id ends in #2, #3, ..."
+    )
 
 
 def question(record: Record, data_args: DataArguments) -> Question:
@@ -145,26 +177,36 @@ def _optional_text(record: Record, column: str | None) -> str:
 def record_id(record: Record, data_args: DataArguments) -> str:
     """Id of the row, from its columns or else from its file and line; see `load_prompts`."""
     row = record.row
-    for value in (row.get(data_args.id), row.get("uid")):
-        if value is not None:
-            return str(value)
+    for column in (data_args.id, "uid"):
+        if row.get(column) is not None:
+            return _name_in(record, column, row[column])
     extra = row.get("extra_info") or {}
     if not isinstance(extra, dict):
         record.fail(f"column 'extra_info' holds a {type(extra).__name__}; expected an object, such as {{'index': 7}}")
     if extra.get("uid") is not None:
-        return str(extra["uid"])
-    for value in (row.get("index"), extra.get("index")):
+        return _name_in(record, "extra_info.uid", extra["uid"])
+    for column, value in (("index", row.get("index")), ("extra_info.index", extra.get("index"))):
         if value is not None:
-            return f"{row.get('data_source') or record.file.stem}/{value}"
+            return f"{row.get('data_source') or record.file.stem}/{_name_in(record, column, value)}"
     return f"{record.file.stem}:{record.line}"
 
 
 def tag_of(record: Record, data_args: DataArguments) -> str:
     """Tag of the row, or its data source, which selects the reward."""
-    return str(record.row.get(data_args.tag) or record.row.get("data_source") or DEFAULT_TAG)
+    for column in (data_args.tag, "data_source"):
+        if record.row.get(column):
+            return _name_in(record, column, record.row[column])
+    return DEFAULT_TAG
 
 
-def _ground_truth(record: Record, data_args: DataArguments, may_lack: bool) -> str:
+def _name_in(record: Record, column: str, value: Any) -> str:
+    """An id or a tag as text."""
+    if isinstance(value, list | dict):
+        record.fail(f"column {column!r} holds a {type(value).__name__}; an id or a tag is a text or a number")
+    return str(value)
+
+
+def _ground_truth(record: Record, data_args: DataArguments, readers: Mapping[str, tuple[type, ...]]) -> Any:
     nested = record.row.get("reward_model")
     candidates = {
         data_args.ground_truth: record.row.get(data_args.ground_truth),
@@ -172,15 +214,25 @@ def _ground_truth(record: Record, data_args: DataArguments, may_lack: bool) -> s
         data_args.response: record.row.get(data_args.response),
     }
     for column, value in candidates.items():
-        if isinstance(value, str) and not value.strip() or isinstance(value, float) and not math.isfinite(value):
-            record.fail(f"column {column!r} holds {value!r}; a response cannot be compared with it")
+        if value is None:
+            continue
+        blank = isinstance(value, str) and not value.strip() or isinstance(value, float) and not math.isfinite(value)
+        for reward, types in readers.items():
+            if blank:
+                record.fail(f"column {column!r} holds {value!r}; {reward} cannot compare a response with it")
+            if isinstance(value, bool) or not isinstance(value, types):
+                wanted = "a text, a number or a list" if list in types else "a text or a number"
+                record.fail(f"column {column!r} holds a {type(value).__name__}; {reward} compares with {wanted}")
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
-        if value is not None:
-            record.fail(f"column {column!r} holds a {type(value).__name__}; a ground truth is a text or a number")
-    if may_lack:
-        return ""
-    record.fail_missing(*candidates, key="ground_truth")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            record.fail(f"column {column!r} holds a ground truth that is not JSON: {error}")
+        return value
+    if readers:
+        record.fail_missing(*candidates, key="ground_truth")
+    return None
 
 
 def _message(record: Record, column: str, item: Any) -> Message:

@@ -6,9 +6,11 @@ import json
 import os
 import re
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +21,9 @@ from roll.configs.hub.splits import READABLE
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""
+
+LONGEST_LINE = 256 * 2**20
+"""Bytes of the longest line of a JSONL file that is read; a longer one is no row."""
 
 PARQUET_BATCH = 8192
 """Rows of a parquet file that are decoded at a time."""
@@ -120,6 +125,15 @@ def _whole(row: Record | DatasetError) -> Record:
 
 def _rows(path: Path) -> Iterator[Record | DatasetError]:
     """The rows of a file, and an error in place of each that is broken."""
+    try:
+        yield from _reader(path)(path)
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise DatasetError(f"{path}: does not fit the memory; split it into smaller files or shorter lines") from error
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Record | DatasetError]]:
     reason = unreachable(path)
     if reason is not None:
         raise DatasetError(f"{path}: cannot be read: {reason}")
@@ -129,13 +143,14 @@ def _rows(path: Path) -> Iterator[Record | DatasetError]:
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in READABLE:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(READABLE)}")
-    reader = _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
-    return reader(path)
+    return _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
 
 
 def _json_lines(path: Path) -> Iterator[Record | DatasetError]:
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE + 1), b""), start=1):
+            if len(line) > LONGEST_LINE:
+                raise DatasetError(f"{path}:{number}: is longer than {LONGEST_LINE >> 20} MiB; write one row per line")
             if number == 1:
                 line = line.removeprefix(BOM_UTF8)
             if line.strip():
@@ -172,7 +187,7 @@ def _json_row(line: bytes, location: str) -> dict[str, Any]:
 
 def _parsed(text: bytes, location: str) -> Any:
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.decode(), object_pairs_hook=partial(_object, location))
         if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -180,6 +195,8 @@ def _parsed(text: bytes, location: str) -> Any:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         raise DatasetError(f"{location}: {half} is half of a surrogate pair; add the other half") from error
+    except DatasetError:
+        raise
     except json.JSONDecodeError as error:
         raise DatasetError(f"{location}: not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
@@ -187,6 +204,14 @@ def _parsed(text: bytes, location: str) -> Any:
     except ValueError as error:
         raise DatasetError(f"{location}: a number has too many digits; put it in quotes") from error
     return value
+
+
+def _object(location: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise DatasetError(f"{location}: an object has the key {twice!r} more than once; keep one of them")
+    return found
 
 
 def _parquet_rows(path: Path) -> Iterator[Record]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from roll.configs.roles import DataArguments
-from roll.datasets.prompts import Message, Question, check_unique_ids, question, record_id
+from roll.datasets.prompts import Message, Question, question, record_id, with_unique_ids
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.templates import ConversationEncoder, PromptEncoder
 
@@ -51,10 +51,7 @@ def load_sft_data(files: str | list[str], data_args: DataArguments) -> list[Prom
     Raises:
         DatasetError: as `load_prompts`.
     """
-    records = read_records(files)
-    data = [read_prompt_response(record, data_args) for record in records]
-    check_unique_ids([item.id for item in data], records)
-    return data
+    return with_unique_ids([read_prompt_response(record, data_args) for record in read_records(files)])
 
 
 def encode_sft_data(

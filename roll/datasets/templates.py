@@ -73,7 +73,7 @@ class EncodedPrompt:
     id: str
     tag: str
     ids: list[int]
-    ground_truth: str
+    ground_truth: Any
     question: Question = Question(text="")
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

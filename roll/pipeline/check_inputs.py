@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,17 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfi
 from roll.configs.rewards import (
     RewardConfig,
     built_in_of,
-    may_lack_truth,
     no_reward,
     rewards_of,
     scoring_role,
+    truths_read,
 )
 from roll.configs.roles import DataArguments
 from roll.configs.scoring_roles import JudgeConfig
 from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
-from roll.datasets.prompts import Prompt, check_unique_ids, read_prompt
+from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
@@ -59,9 +59,7 @@ def check_inputs(config: BaseConfig) -> Report:
     _check_tokenizers(config, report)
     _check_weights(config, report)
     if isinstance(config, RLVRConfig):
-        prompts = _check_data(
-            config, report, partial(read_prompt, may_lack_truth=partial(may_lack_truth, config.rewards))
-        )
+        prompts = _check_data(config, report, partial(read_prompt, truths_read=partial(truths_read, config.rewards)))
         asyncio.run(_check_rewards(config.rewards, prompts, report))
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response)
@@ -196,23 +194,53 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
     for role in config.data_roles():
         args: DataArguments = getattr(config, role).data_args
         of_role: list[tuple[Record, Any]] = []
+        whole = True
         for file in filter(Path.is_file, map(local_file, args.file_name)):
             try:
                 rows, errors = read_first(file, CHECKED_ROWS, partial(_with_record, read=read, args=args))
             except DatasetError as error:
                 rows, errors = [], [error]
             of_role += rows
-            for broken in errors[:SHOWN_ROWS]:
-                report.error(f"{role}.data_args", str(broken))
-            if len(errors) > SHOWN_ROWS:
-                more = len(errors) - SHOWN_ROWS
-                report.error(f"{role}.data_args", f"{file}: {more} more of its first {CHECKED_ROWS:,} rows are broken")
+            whole = whole and len(rows) + len(errors) < CHECKED_ROWS
+            _report_broken(f"{role}.data_args", file, errors, report)
         found += [item for _, item in of_role]
-        try:
-            check_unique_ids([item.id for _, item in of_role], [record for record, _ in of_role])
-        except DatasetError as error:
-            report.error(f"{role}.data_args", str(error))
+        repeated = repeated_ids([item.id for _, item in of_role], [record for record, _ in of_role])
+        if repeated:
+            report.warn(f"{role}.data_args.{args.id}", repeated)
+        if role == "actor_train" and whole:
+            _check_batch(config, len(of_role), report)
+        if isinstance(config, PreferenceConfig):
+            equal = sum(item.chosen == item.rejected for _, item in of_role)
+            add = report.error if equal == len(of_role) else report.warn
+            if equal:
+                add(
+                    f"{role}.data_args",
+                    f"{equal:,} of {len(of_role):,} pairs have two equal responses; they are left out",
+                )
     return found
+
+
+def _report_broken(path: str, file: Path, errors: Sequence[DatasetError], report: Report) -> None:
+    """The first row of each kind of error, with the number of others."""
+    kinds: dict[str, list[str]] = {}
+    for error in errors:
+        kinds.setdefault(str(error).removeprefix(f"{file}:").partition(": ")[2], []).append(str(error))
+    for first, *others in list(kinds.values())[:SHOWN_ROWS]:
+        report.error(path, f"{first} ({len(others):,} more rows alike)" if others else first)
+    hidden = sum(map(len, list(kinds.values())[SHOWN_ROWS:]))
+    if hidden:
+        report.error(path, f"{file}: {hidden:,} more of its first {CHECKED_ROWS:,} rows are broken")
+
+
+def _check_batch(config: BaseConfig, rows: int, report: Report) -> None:
+    """The data has as many rows as a batch takes."""
+    batch, path = config.actor_train.samples_per_optimizer_step, "actor_train.training_args.gradient_accumulation_steps"
+    if isinstance(config, RLVRConfig):
+        batch, path = config.rollout_batch_size, "rollout_batch_size"
+    if 0 < rows < batch:
+        report.warn(
+            path, f"a batch of {batch:,} takes more than the {rows:,} rows of the data: every batch repeats some"
+        )
 
 
 def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) -> tuple[Record, Any]:
@@ -221,11 +249,11 @@ def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) 
 
 async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt], report: Report) -> None:
     """Every reward is imported, passes its own SELF_TEST, and scores the first prompt of each of its tags."""
-    first: dict[str, Prompt] = {}
+    first: dict[tuple[str, bool], Prompt] = {}
     for prompt in prompts:
-        first.setdefault(prompt.tag, prompt)
+        first.setdefault((prompt.tag, prompt.ground_truth is None), prompt)
     requests: dict[str, list[RewardRequest]] = {name: [] for name in rewards}
-    for tag, prompt in first.items():
+    for (tag, _), prompt in first.items():
         names = rewards_of(rewards, tag)
         if not names:
             report.error("rewards", no_reward(rewards, tag))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.configs.rewards import domain_of, may_lack_truth
+from roll.configs.rewards import domain_of, truths_read
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt, encode_prompts
@@ -237,12 +237,6 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         await super().prepare()
         config = self._config
         train = self._read("actor_train", config.actor_train.data_args.file_name)
-        if len(train) < config.rollout_batch_size:
-            logger.warning(
-                "actor_train: %d prompts for a rollout_batch_size of %d: every batch repeats some prompts",
-                len(train),
-                config.rollout_batch_size,
-            )
         val = self._read("validation", config.validation.data_args.file_name) if config.eval_steps else []
         self._prompts: dict[Purpose, list[EncodedPrompt]] = {"train": train, "val": val}
         self._scorer = scorer = Scorer(
@@ -257,7 +251,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         args = getattr(self._config, role).data_args
         if not files:
             raise RunError(f"{role}.data_args.file_name: is not set")
-        prompts = load_prompts(files, args, partial(may_lack_truth, self._config.rewards))
+        prompts = load_prompts(files, args, partial(truths_read, self._config.rewards))
         with prefix_errors(f"{role} ({', '.join(files)})"):
             encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
         if dropped:
@@ -268,6 +262,8 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
                 len(prompts),
                 self._config.prompt_length,
             )
+            if role == "actor_train" and len(encoded) < self._config.rollout_batch_size:
+                logger.warning("%d prompts are left: every batch repeats some", len(encoded))
         return encoded
 
     def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:

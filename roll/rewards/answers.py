@@ -78,7 +78,7 @@ def _capitals(text: str) -> list[str]:
     return [match[1] for match in found if match[1] != "I" or text[match.start() - 1 : match.end() + 1] == "(I)"]
 
 
-def exact_match(response: str, ground_truth: str, config: RewardConfig) -> float:
+def exact_match(response: str, ground_truth: str | list[str], config: RewardConfig) -> float:
     r"""`correct_score` if the answer of the response is the ground truth after normalization, else `wrong_score`.
 
     The answer is the content of the last `\boxed{}`; else the rest of the line after the last "answer is" or "Answer:";
@@ -123,8 +123,10 @@ def normalized(text: str) -> str:
     return " ".join(folded.split()).strip(QUOTES_AND_STOPS)
 
 
-def _accepted(ground_truth: str) -> list[str]:
-    """The items of a JSON list of texts; any other ground truth as it is."""
+def _accepted(ground_truth: str | list[str]) -> list[str]:
+    """The items of a list of texts, which may be JSON; any other ground truth as it is."""
+    if isinstance(ground_truth, list):
+        return [str(item) for item in ground_truth]  # items may be numbers
     if ground_truth.lstrip().startswith("["):
         try:
             items = json.loads(ground_truth)

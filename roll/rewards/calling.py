@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from roll.configs.errors import RunError
-from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable
+from roll.configs.rewards import LARGEST_REWARD, RewardConfig, built_in_of, is_trainable
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
@@ -28,7 +28,7 @@ class RewardRequest:
 
     Attributes:
         responses: the decoded responses.
-        ground_truth: what the data has as the right answer.
+        ground_truth: what the data has as the right answer, a text or another JSON value; None where it has none.
         question: the prompt, a text or messages.
         row: of the data file, by column.
         tag: of the prompt.
@@ -36,7 +36,7 @@ class RewardRequest:
     """
 
     responses: tuple[str, ...]
-    ground_truth: str
+    ground_truth: Any
     question: Question = Question(text="")
     row: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
@@ -234,6 +234,12 @@ class RewardFunction:
     def _arguments(self, call: _Call) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
         row = call.request.row
+        may_lack_truth = self._parameters.get("ground_truth", True) or built_in_of(self._config.function)
+        if call.request.ground_truth is None and not may_lack_truth and "ground_truth" not in row:
+            text = (
+                f"asks for ground_truth, and row {call.request.id} has none; name its column in data_args.ground_truth"
+            )
+            raise RewardFunctionError(self._located(text))
         for name, has_default in self._parameters.items():
             if name in ALL and not (self._columns_are_lists and name in LISTS):
                 arguments[name] = ALL[name](call)

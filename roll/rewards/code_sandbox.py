@@ -66,7 +66,7 @@ class Tests:
 
 
 async def code_reward(
-    response: str, ground_truth: str, row: Mapping[str, Any], config: RewardConfig
+    response: str, ground_truth: Any, row: Mapping[str, Any], config: RewardConfig
 ) -> dict[str, float]:
     """Score between `wrong_score` and `correct_score`, and the metrics `passed`, a share of tests, and `has_code`.
 
@@ -221,7 +221,7 @@ def _equal(value: Any, expected: Any) -> bool:
 # Formats of tests
 
 
-def read_tests(ground_truth: str, row: Mapping[str, Any]) -> Tests:
+def read_tests(ground_truth: Any, row: Mapping[str, Any]) -> Tests:
     """The tests of a prompt.
 
     They are, as an object or as JSON: `{"inputs": [...], "outputs": [...]}` with `fn_name` for calls (APPS, TACO); a

@@ -27,7 +27,7 @@ SELF_TEST: SelfTest = (
 )
 
 
-def ifeval_reward(response: str, ground_truth: str, row: Mapping[str, Any], config: RewardConfig) -> dict[str, float]:
+def ifeval_reward(response: str, ground_truth: Any, row: Mapping[str, Any], config: RewardConfig) -> dict[str, float]:
     """Score between `wrong_score` and `correct_score`, and the metric `followed`, the share of instructions followed.
 
     With `reward_type: strict` a response is right if it follows every instruction; with `soft` the score is the share.
@@ -50,7 +50,7 @@ def ifeval_reward(response: str, ground_truth: str, row: Mapping[str, Any], conf
     return {"score": config.share_score(counted), "followed": share}
 
 
-def instructions(ground_truth: str, row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def instructions(ground_truth: Any, row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of every instruction of a prompt; see `ifeval_reward`.
 
     Raises:
@@ -62,7 +62,7 @@ def instructions(ground_truth: str, row: Mapping[str, Any]) -> list[tuple[str, d
         given = _from_json(ground_truth, "the ground truth")
         items = given if isinstance(given, list) else [given]
         if not all(isinstance(item, dict) for item in items):
-            raise ValueError(f"the ground truth {ground_truth[:100]!r} holds no instructions of IFEval or ROLL")
+            raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} holds no instructions of IFEval or ROLL")
         found = [pair for item in items for pair in _of_item(item)]
     if not found:
         raise ValueError(f"there are no instructions in the column {ID_COLUMN} or the ground truth")
@@ -101,7 +101,9 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if value is not None}
 
 
-def _from_json(text: str, where: str) -> Any:
+def _from_json(text: Any, where: str) -> Any:
+    if not isinstance(text, str):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -172,7 +173,9 @@ class RewardPool:
         """
         loaded = await self.start()
         for request in first:
-            await self._try(replace(request, responses=(request.ground_truth, OTHER_ANSWER)))
+            truth = request.ground_truth
+            answer = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+            await self._try(replace(request, responses=(answer, OTHER_ANSWER)))
         outcomes = await self.score([_known(response, truth) for response, truth, _ in loaded.self_test])
         wrong = []
         for (response, truth, right), (outcome,) in zip(loaded.self_test, outcomes, strict=True):

@@ -233,7 +233,7 @@ class Group:
     greedy: Trajectory | None = None
     drop_reason: str | None = None
     failure: str | None = None
-    ground_truth: str | None = None
+    ground_truth: Any = None
     version: int | None = field(default=None, compare=False)
 
     def drop(self, reason: str, failure: str) -> None:

@@ -40,6 +40,13 @@ def test_responses_are_texts_or_the_last_of_messages(tmp_path):
     ]
 
 
+def test_pairs_of_equal_responses_are_left_out(tmp_path):
+    file = jsonl(tmp_path, *({"id": n, "prompt": "q", "chosen": "a", "rejected": text} for n, text in enumerate("ab")))
+    assert [pair.id for pair in load_preferences(file, DataArguments())] == ["1"]
+    with pytest.raises(DatasetError, match="all 1 pairs have two equal responses"):
+        load_preferences(jsonl(tmp_path, {"prompt": "q", "chosen": "a", "rejected": "a"}), DataArguments())
+
+
 def test_columns_have_the_names_that_the_configuration_gives(tmp_path):
     file = jsonl(tmp_path, {"id": 1, "prompt": "q", "good": "a", "bad": "b"})
     (pair,) = load_preferences(file, DataArguments(chosen="good", rejected="bad"))

@@ -153,10 +153,23 @@ def test_a_prompt_that_only_a_model_scores_needs_no_ground_truth(tmp_path):
     file = tmp_path / "data.jsonl"
     rows = [{"prompt": "Say hello", "tag": "chat"}, {"prompt": "1+1=", "tag": "math", "ground_truth": "2"}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    prompts = load_prompts(str(file), DataArguments(), lambda tag: tag == "chat")
-    assert [prompt.ground_truth for prompt in prompts] == ["", "2"]
+
+    def read_by(own):
+        return lambda tag: {"math_rule": (str,)} if tag == own else {}
+
+    prompts = load_prompts(str(file), DataArguments(), read_by("math"))
+    assert [prompt.ground_truth for prompt in prompts] == [None, "2"]
     with pytest.raises(DatasetError, match="ground_truth"):
-        load_prompts(str(file), DataArguments(), lambda tag: tag == "math")
+        load_prompts(str(file), DataArguments(), read_by("chat"))
+
+
+def test_any_json_value_is_a_ground_truth_that_no_rule_reads(tmp_path):
+    values = [["a", "b"], {"target": ["a"], "n": None}, True, 5, 0.5, "x"]
+    file = jsonl(tmp_path, *(row(number, ground_truth=value) for number, value in enumerate(values)))
+    prompts = load_prompts(file, ARGUMENTS, lambda tag: {})
+    assert [prompt.ground_truth for prompt in prompts] == [*values[:3], "5", "0.5", "x"]
+    with pytest.raises(DatasetError, match=":2: column 'ground_truth' holds a dict; exact_match compares with a text,"):
+        load_prompts(file, ARGUMENTS, lambda tag: {"exact_match": (str, int, float, list)})
 
 
 @pytest.mark.parametrize(
@@ -174,8 +187,12 @@ def test_a_prompt_that_only_a_model_scores_needs_no_ground_truth(tmp_path):
             "column 'messages' holds the role 'human'; roles are system, user, assistant, tool",
         ),
         ({"ground_truth": None}, "column 'ground_truth' is null; give it a value"),
-        ({"ground_truth": ""}, "column 'ground_truth' holds ''; a response cannot be compared with it"),
-        ({"ground_truth": float("nan")}, "column 'ground_truth' holds nan; a response cannot be compared with it"),
+        ({"ground_truth": ""}, "column 'ground_truth' holds ''; the reward cannot compare a response with it"),
+        ({"ground_truth": float("nan")}, "column 'ground_truth' holds nan; the reward cannot compare a response with"),
+        ({"id": [1]}, "column 'id' holds a list; an id or a tag is a text or a number"),
+        ({"id": None, "uid": {"a": 1}}, "column 'uid' holds a dict; an id or a tag is a text or a number"),
+        ({"tag": ["math"]}, "column 'tag' holds a list; an id or a tag is a text or a number"),
+        ({"tag": None, "data_source": ["x"]}, "column 'data_source' holds a list; an id or a tag is"),
         ({"id": None, "extra_info": "x"}, "column 'extra_info' holds a str; expected an object, such as {'index': 7}"),
         ({"id": None, "extra_info": [7]}, "column 'extra_info' holds a list; expected an object"),
         ({"prompt": "\ud800"}, r"\ud800 is half of a surrogate pair; add the other half"),
@@ -187,10 +204,26 @@ def test_an_invalid_value_is_an_error(tmp_path, columns, message):
     assert f"data.jsonl:1: {message}" in failure(row(1, **columns), folder=tmp_path)
 
 
-def test_duplicate_ids_are_an_error(tmp_path):
-    message = failure(row(1), row(2), row(1), folder=tmp_path)
-    file = tmp_path / "data.jsonl"
-    assert f"ids that occur more than once: p1 ({file}:1 and {file}:3); ids must be unique" in message
+def test_rows_with_the_same_id_are_prompts_of_their_own(tmp_path):
+    rows = [row(1), row(2), row(1, prompt="2+2="), row(1), row(1, id="p1#3")]
+    prompts = load_prompts(jsonl(tmp_path, *rows), ARGUMENTS)
+    assert [prompt.id for prompt in prompts] == ["p1", "p2", "p1#2", "p1#4", "p1#3"]
+    assert prompts[2].question.text == "2+2="
+
+
+def test_a_key_that_an_object_has_twice_is_an_error(tmp_path):
+    line = '{"prompt": "q", "ground_truth": "a", "extra_info": {"index": 1, "index": 2}}'
+    assert "data.jsonl:1: an object has the key 'index' more than once" in failure(line, folder=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    broken = tmp_path / "broken.jsonl"
+    broken.symlink_to("/proc/self/mem")  # reading its first byte is an input/output error
+    with pytest.raises(DatasetError, match="broken.jsonl: cannot be read: Input/output error"):
+        load_prompts(str(broken), ARGUMENTS)
+    monkeypatch.setattr("roll.datasets.records.LONGEST_LINE", 2**20)
+    with pytest.raises(DatasetError, match="data.jsonl:1: is longer than 1 MiB; write one row per line"):
+        load_prompts(jsonl(tmp_path, row(1, prompt="x" * 2**20)), ARGUMENTS)
 
 
 @given(

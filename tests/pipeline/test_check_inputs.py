@@ -75,24 +75,57 @@ def test_a_tag_without_a_reward_is_reported(folder: Path) -> None:
 
 
 def test_broken_lines_are_all_named(folder: Path) -> None:
-    data = jsonl(folder, row(1), "{", row(2), '{"prompt": "1+1="}', *["[1]"] * 9, row(3), name="broken.jsonl")
-    function, code = "own_four:score", "def score(response): return 1"
-    found = errors(
-        check_inputs(config(folder, f"actor_train.data_args.file_name={data}", function=function, code=code))
-    )
+    kinds = ["[1]"] * 9 + [f'{{"id": {number}, "prompt": {number}, "ground_truth": "2"}}' for number in range(9)]
+    data = jsonl(folder, row(1), "{", row(2), '{"prompt": "1+1="}', *kinds, row(3), name="broken.jsonl")
+    found = errors(check_inputs(config(folder, f"actor_train.data_args.file_name={data}")))
     assert found[0].startswith(f"actor_train.data_args: {data}:2: not JSON")
     assert found[1].startswith(f"actor_train.data_args: {data}:4: no column 'ground_truth'")
-    assert found[4].startswith(f"actor_train.data_args: {data}:7: holds a list")
-    assert found[5] == f"actor_train.data_args: {data}: 6 more of its first 50,000 rows are broken"
+    assert found[2].startswith(f"actor_train.data_args: {data}:5: holds a list")
+    assert found[2].endswith("(8 more rows alike)")
+    assert found[5] == f"actor_train.data_args: {data}: 7 more of its first 50,000 rows are broken"
 
 
-def test_ids_that_occur_in_two_files_are_named(folder: Path) -> None:
+def warnings(report: Report) -> list[str]:
+    return [str(problem) for problem in report.warnings]
+
+
+def test_ids_that_occur_in_two_files_are_counted_in_a_warning(folder: Path) -> None:
     data = [jsonl(folder, row(1), row(2), name="one.jsonl"), jsonl(folder, row(2), name="two.jsonl")]
-    [error] = errors(check_inputs(config(folder, f"actor_train.data_args.file_name={data}")))
-    assert error == (
-        f"actor_train.data_args: ids that occur more than once: p2 ({folder}/one.jsonl:2 and {folder}/two.jsonl:1); "
-        "ids must be unique"
+    report = check_inputs(config(folder, f"actor_train.data_args.file_name={data}"))
+    warning, *_ = warnings(report)
+    assert errors(report) == []
+    assert warning.startswith(
+        "actor_train.data_args.id: 1 of 3 rows have the id of an earlier row, such as p2 "
+        f"({folder}/one.jsonl:2 and {folder}/two.jsonl:1)"
     )
+
+
+@pytest.mark.parametrize(("pipeline", "rows"), [("rlvr", 2), ("sft", 1)])
+def test_a_batch_that_is_larger_than_the_data_is_a_warning(folder: Path, pipeline: str, rows: int) -> None:
+    data = f"actor_train.data_args.file_name={jsonl(folder, row(1, solution='2'))}"
+    found = warnings(check_inputs(config(folder) if pipeline == "rlvr" else sft(folder, data)))
+    assert any(f"takes more than the {rows} rows of the data: every batch repeats some" in text for text in found)
+
+
+def test_a_ground_truth_is_asked_for_only_by_functions_that_read_it(folder: Path) -> None:
+    data = jsonl(folder, row(1, ground_truth={"target": ["a"]}), {"id": 2, "prompt": "1+1="}, name="mixed.jsonl")
+    given = f"actor_train.data_args.file_name={data}"
+    for name, code in {
+        "free:score": "def score(response): return 1",
+        "spare:score": "def score(response, ground_truth=None): return 1",
+    }.items():
+        assert errors(check_inputs(config(folder, given, function=name, code=code))) == []
+    code = "def score(response, ground_truth): return len(ground_truth['target'])"
+    [error] = errors(check_inputs(config(folder, given, function="needs:score", code=code)))
+    assert "asks for ground_truth, and row 2 has none; name its column in data_args.ground_truth" in error
+
+
+def test_pairs_with_equal_responses_are_counted(folder: Path) -> None:
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": other} for other in ("2", "3")]
+    text = RLVR.replace("actor_infer:", "reference:") + "pipeline: dpo\n"
+    text = "\n".join(line for line in text.splitlines() if "rollout_batch" not in line and "num_return" not in line)
+    dpo = build_config(yaml.safe_load(text.replace("train.jsonl", jsonl(folder, *pairs))))
+    assert any("1 of 2 pairs have two equal responses" in text for text in warnings(check_inputs(dpo)))
 
 
 def test_columns_of_sft_are_checked(folder: Path) -> None:

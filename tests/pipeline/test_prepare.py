@@ -76,10 +76,10 @@ def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path, model: Path) -
     prepared(rlvr(tmp_path, *given, "resume_from_checkpoint=true"))
 
 
-def test_too_few_prompts_for_a_batch_are_reported(
+def test_too_few_prompts_after_long_ones_were_dropped_are_reported(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = jsonl(tmp_path, row(1))
+    file = jsonl(tmp_path, row(1), row(2, prompt="1+1=" * 2000))
     given = (f"pretrain={model}", f"actor_train.data_args.file_name={file}", "eval_steps=0")
     pipeline = RLVRPipeline(rlvr(tmp_path, *given))
 
@@ -90,4 +90,4 @@ def test_too_few_prompts_for_a_batch_are_reported(
             await pipeline.close()
 
     asyncio.run(prepare_and_close())
-    assert "1 prompts for a rollout_batch_size of" in caplog.text
+    assert "1 prompts are left: every batch repeats some" in caplog.text

@@ -144,7 +144,7 @@ def _schedule(small: RLConfig, run: RunRecord) -> Finding:
 def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
     """Samples that each reward scored, by the tags of their prompts."""
     args = small.actor_train.data_args
-    tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: True)}
+    tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: {})}
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
     prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
     for sample in (sample for samples in run.samples.values() for sample in samples):

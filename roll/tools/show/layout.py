@@ -81,7 +81,7 @@ def _group_header(group: SampleGroup) -> Text:
     else:
         problem = [Text.assemble("prompt ", sanitize_line(first.prompt_id))]
     if first.ground_truth is not None:
-        problem.append(Text.assemble("ground truth ", sanitize_line(first.ground_truth, OBSERVATION)))
+        problem.append(Text.assemble("ground truth ", sanitize_line(str(first.ground_truth), OBSERVATION)))
     scores = Text(f"scores {format_scores(group.scores)}")
     return Text("  ").join([name, *problem, scores, format_advantage(group.advantage, "mean advantage")])
 

@@ -77,7 +77,7 @@ class Sample:
 
     id: str
     prompt_id: str
-    ground_truth: str | None
+    ground_truth: Any
     score: float
     advantages: Sequence[float]
     versions: Sequence[int]
