@@ -12,7 +12,7 @@ from roll.configs.errors import ConfigError
 from roll.configs.hardware import prepare_run
 from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
 from roll.configs.plan import make_plan
-from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, may_lack_truth, rewards_of
+from roll.configs.rewards import BUILT_IN, RewardConfig, domain_of, rewards_of, truths_read
 from roll.configs.rules import check
 from tests.configs.samples import SERVER, refusal, rlvr
 
@@ -490,8 +490,20 @@ def test_only_prompts_that_a_reward_model_alone_scores_need_no_ground_truth() ->
         "math_rule": RewardConfig(tag_included=["both"]),
         "rest": RewardConfig(),
     }
-    assert [may_lack_truth(rewards, tag) for tag in ("chat", "both", "other")] == [True, False, False]
-    assert not may_lack_truth({"a": RewardConfig(tag_included=["x"])}, "y"), "no reward scores it, which is an error"
+    assert [[*truths_read(rewards, tag)] for tag in ("chat", "both", "other")] == [[], ["math_rule"], ["math_rule"]]
+
+
+def test_a_judge_and_an_expression_read_the_ground_truth_only_where_their_text_asks_for_it() -> None:
+    judge, regex = BUILT_IN["llm_judge"].function, BUILT_IN["regex"].function
+    reads = {
+        "judge": RewardConfig(function=judge),
+        "blind": RewardConfig(function=judge, prompt_template="{response}"),
+        "truth": RewardConfig(function=regex),
+        "group": RewardConfig(function=regex, pattern="=(.*)"),
+        "plain": RewardConfig(function=regex, pattern="="),
+        "own": RewardConfig(function="my:score"),
+    }
+    assert [name for name, reward in reads.items() if truths_read({name: reward}, "any")] == ["judge", "truth", "group"]
 
 
 def test_a_reward_model_may_read_fewer_tokens_than_the_policy_writes(tmp_path: Path, reward_model: Path) -> None:
