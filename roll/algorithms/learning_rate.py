@@ -28,13 +28,14 @@ class LearningRate:
     def at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 0.
 
-        During warm-up step k uses peak (k + 1) / warmup_steps, so no step is wasted at rate 0; the last step of
-        the run uses the minimum, and so do later steps, after `max_steps` was raised.
+        During warm-up step k uses peak (k + 1) / warmup_steps, so no step is wasted at rate 0. Of the K steps after it,
+        step k has the share k / K of the way to the minimum behind it, as in Megatron-LM and transformers: the first
+        has the peak, the last is 1 / K short of the minimum, and only steps after the end have it.
         """
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.shape == "constant":
             return self.peak
-        progress = min(1.0, (step - self.warmup_steps + 1) / max(1, self.total_steps - self.warmup_steps))
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         share = 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.minimum + (self.peak - self.minimum) * share

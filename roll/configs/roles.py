@@ -101,7 +101,11 @@ class TrainingArguments:
             accepts=lambda kind: kind != "constant",
         ),
     )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option("constant", "Shape after warm-up.")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
+        "constant",
+        "Shape after warm-up: linear and cosine fall from the peak to `min_learning_rate`, which the step after "
+        "max_steps would have.",
+    )
     warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
     warmup_ratio: float = option(
         0.0, "Warm-up as a share of all optimizer steps; exclusive with warmup_steps.", ge=0, le=1

@@ -182,8 +182,14 @@ def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
     try:
         before, now = json.loads((folder / RUN_FILE).read_text())["config"], without_secrets(config)
         changes = changed_values(before, now, {*before["source"]["given"], *now["source"]["given"]})
+        old_steps, roles = before["max_steps"], rescheduled_roles(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
+    if old_steps != config.max_steps and roles:
+        logger.warning(
+            "max_steps was %d and is %d: the learning rate of %s follows the schedule of the new number of steps",
+            old_steps, config.max_steps, " and ".join(roles),
+        )  # fmt: skip
     if changes:
         shown = ", ".join(changes[:SHOWN_CHANGES])
         more = f", and {len(changes) - SHOWN_CHANGES} more" if len(changes) > SHOWN_CHANGES else ""
@@ -191,6 +197,12 @@ def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
             "changed since the run that wrote %s: %s%s; weights and optimizer come from the checkpoint",
             checkpoint, shown, more,
         )  # fmt: skip
+
+
+def rescheduled_roles(config: BaseConfig) -> list[str]:
+    """Roles whose learning rate at a step depends on `max_steps`."""
+    arguments = {role: worker.training_args for role, worker in config.trained_roles().items()}
+    return [role for role, each in arguments.items() if each.lr_scheduler_type != "constant" or each.warmup_ratio]
 
 
 def changed_values(

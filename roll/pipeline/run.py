@@ -47,6 +47,7 @@ from roll.pipeline.restarts import (
     failure_in_one_line,
     record_killed_driver,
     record_training_again,
+    rescheduled_roles,
     start_again,
     warn_of_changes,
 )
@@ -264,6 +265,8 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     if saved is not None:
         longer = re.sub(r" max_steps=\S+", "", command)
         rows["continue"] = f"{longer} resume_from_checkpoint=true max_steps={2 * summary.steps}"
+        if rescheduled_roles(config):
+            rows["continue"] += "  (the schedule is stretched over all steps, so the learning rate rises again)"
     if config.save_hf_model:
         rows["model"] = f"{folder / HF_FOLDER}  (a Hugging Face folder)"
     elif saved is not None:

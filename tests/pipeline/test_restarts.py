@@ -396,6 +396,10 @@ def test_a_resumed_run_names_the_keys_that_have_changed(tmp_path: Path, caplog: 
     warn_of_changes(resumed, checkpoint)
     warn_of_changes(after, tmp_path / "without" / "run" / "step-000002")
     assert not caplog.text
+    decaying = replace(before, max_steps=7)
+    decaying.actor_train.training_args.lr_scheduler_type = "linear"
+    warn_of_changes(decaying, checkpoint)
+    assert "is 7: the learning rate of actor_train follows the schedule of the new number of steps" in caplog.text
 
 
 def test_changes_are_short_and_keys_of_another_version_are_none() -> None:
