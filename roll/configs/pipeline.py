@@ -32,7 +32,7 @@ from roll.configs.roles import (
     ValidationConfig,
     pipelines,
 )
-from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option
+from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option, time_text
 from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
 from roll.configs.trackers import TrackerName
 
@@ -124,6 +124,12 @@ class BaseConfig:
     )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete checkpoint of output_dir; or the path of one."
+    )
+    template_time: str | None = option(
+        None,
+        "Time that a chat template with today's date (`strftime_now`) takes for now, such as 2026-01-31T12:00; "
+        "default: the first start of the run, also where it is resumed.",
+        parse=time_text,
     )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
     save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")

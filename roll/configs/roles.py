@@ -122,6 +122,15 @@ class TrainingArguments:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_parallel
 
 
+def template_variables(value: Any) -> Any:
+    """Variables of a chat template; the arguments with which a run renders it are refused."""
+    taken = {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
+    taken |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
+    if isinstance(value, dict) and (wrong := sorted(taken & value.keys())):
+        raise ValueError(f"{wrong[0]} is set by the run; leave it out")
+    return value
+
+
 @dataclass
 class DataArguments:
     """Where prompts come from and the names of their columns."""
@@ -148,6 +157,11 @@ class DataArguments:
         "native",
         "Chat template: `native` is the tokenizer's own, `none` leaves the prompt unchanged, or a built-in one.",
     )
+    template_kwargs: dict[str, Any] = option(
+        factory=dict,
+        parse=template_variables,
+        help="Variables of the chat template, such as {enable_thinking: false}.",
+    )
     id: str = option(
         "id",
         "Column of the prompt's identity; a missing one is file and line, a repeated one gets #2, #3.",
@@ -166,6 +180,11 @@ class DataArguments:
     messages: str = option(
         "messages",
         "Column with chat messages, as a list or as JSON in a text; used where present instead of `prompt`.",
+        only_for=COLUMNS_READ,
+    )
+    tools: str = option(
+        "tools",
+        "Column with the schemas of the tools that the template shows, as a list or as JSON in a text.",
         only_for=COLUMNS_READ,
     )
     response: str = option(

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -94,6 +95,11 @@ def internal(factory: Callable[[], Any]) -> Any:
 def one_or_many(value: Any) -> Any:
     """A single name as a list of one; any other value unchanged."""
     return [value] if isinstance(value, str) else value
+
+
+def time_text(value: Any) -> str | None:
+    """A time as ISO 8601 text; YAML reads some spellings as times."""
+    return None if value is None else datetime.fromisoformat(str(value)).isoformat()
 
 
 def environment(value: Any) -> Any:

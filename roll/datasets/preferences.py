@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.roles import DataArguments
-from roll.datasets.prompts import Message, Question, question, record_id, with_unique_ids
+from roll.datasets.prompts import Message, Question, answer, question, record_id, with_unique_ids
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.sft import PromptResponse, SFTExample, encode_last_messages
 
@@ -21,8 +21,8 @@ class Preference:
 
     id: str
     question: Question
-    chosen: str
-    rejected: str
+    chosen: str | Message
+    rejected: str | Message
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,18 @@ def load_preferences(files: str | list[str], data_args: DataArguments) -> list[P
 
 def read_preference(record: Record, data_args: DataArguments) -> Preference:
     """The pair of one row; see `load_preferences`."""
-    texts, prompts = [], []
-    for key in ("chosen", "rejected"):
-        prompt, text = _response(record, getattr(data_args, key), key)
-        prompts.append(prompt)
-        texts.append(text)
-    if prompts[0] and prompts[1] and prompts[0] != prompts[1]:
+    before, chosen = answer(record, data_args.chosen, "chosen")
+    before_rejected, rejected = answer(record, data_args.rejected, "rejected")
+    if before and before_rejected and before != before_rejected:
         record.fail(f"columns {data_args.chosen!r} and {data_args.rejected!r} answer different messages")
-    before = prompts[0] or prompts[1]
-    asked = Question(messages=before) if before else question(record, data_args)
-    if asked.messages and asked.messages[-1]["role"] == "assistant":
-        record.fail("the prompt ends with a message of the assistant, which would be part of what both answers follow")
-    return Preference(record_id(record, data_args), asked, *texts)
-
-
-def _response(record: Record, column: str, key: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before a response, none where it is a text, and the response."""
-    value: Any = record.row.get(column)
-    if value is None:
-        record.fail_missing(column, key=key)
-    if isinstance(value, str) and value:
-        return (), value
-    messages = value if isinstance(value, list) else []
-    if all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages):
-        if messages and messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str):
-            return tuple(messages[:-1]), messages[-1]["content"]
-    record.fail(f"column {column!r} holds {value!r}; use a text, or messages of which the assistant's is the last")
+    asked = question(record, data_args, before or before_rejected)
+    if (
+        asked.messages
+        and asked.messages[-1]["role"] == "assistant"
+        and asked.messages[-1]["content"] in (chosen, rejected)
+    ):
+        record.fail("the prompt ends with a message of the assistant that is one of the answers; leave it out")
+    return Preference(record_id(record, data_args), asked, chosen, rejected)
 
 
 def encode_preferences(
@@ -92,6 +78,7 @@ def encode_preferences(
     prompt_length: int,
     sequence_length: int,
     appended: int = 0,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[list[PreferencePair], int]:
     """Encodes both responses of each pair with the tokenizer's end token, and drops pairs that are too long.
 
@@ -102,6 +89,7 @@ def encode_preferences(
         prompt_length: maximum tokens of a prompt.
         sequence_length: maximum tokens of prompt and response together, end token included.
         appended: tokens that follow each response in a batch, which count too.
+        variables: of the template; see PromptEncoder.
 
     Returns:
         The pairs that fit, in order, and the number that were dropped.
@@ -111,7 +99,10 @@ def encode_preferences(
     """
     encoded = [
         encode_last_messages(
-            [PromptResponse(pair.id, pair.question, getattr(pair, key)) for pair in pairs], tokenizer, template
+            [PromptResponse(pair.id, pair.question, getattr(pair, key)) for pair in pairs],
+            tokenizer,
+            template,
+            variables,
         )
         for key in ("chosen", "rejected")
     ]

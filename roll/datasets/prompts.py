@@ -20,19 +20,31 @@ DEFAULT_TAG = "default"
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 """Roles allowed in chat messages."""
 
+ANSWER_FIELDS = {"tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"}
+"""Parts of a message of the assistant beside its content."""
+
 MESSAGES_AS_TEXT = re.compile(r"\s*\[\s*\{")
 """Beginning of a text that may contain messages as JSON."""
 
-Message = dict[str, str]
-"""A chat message: `role` and `content`."""
+Message = dict[str, Any]
+"""A chat message: `role`, `content` (a text, or None beside tool calls), and other fields as the data has them."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Content of a prompt: exactly one of a text and chat messages."""
+    """Content of a prompt: exactly one of a text and chat messages.
+
+    Attributes:
+        text: without roles.
+        messages: a last one of the assistant is continued by the response.
+        tools: schemas of the tools that the template shows to the model.
+        source: file and line, for errors.
+    """
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    source: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -129,18 +141,21 @@ def repeated_ids(ids: Sequence[str], records: Sequence[Record]) -> str:
     )
 
 
-def question(record: Record, data_args: DataArguments) -> Question:
-    """Content of the row's prompt: its messages if it has any, as a list or as JSON in a text, else its text.
+def question(record: Record, data_args: DataArguments, given: tuple[Message, ...] = ()) -> Question:
+    """Content of the row's prompt: messages as a list or as JSON in a text, else its text; or the `given` messages.
 
     Raises:
         DatasetError: neither column exists, or its value is neither a text nor messages.
     """
+    if given:
+        return Question(None, given, _tools(record, data_args), record.location)
     for column in (data_args.messages, data_args.prompt):
         value = _messages_in(record.row.get(column))
         if isinstance(value, str) and value.strip():
-            return _text_question(value, record, data_args)
+            asked = _text_question(value, record, data_args)
+            return replace(asked, tools=_tools(record, data_args), source=record.location)
         if isinstance(value, list) and value:
-            return Question(messages=tuple(_message(record, column, item) for item in value))
+            return question(record, data_args, tuple(_message(record, column, item) for item in value))
         if value is not None:
             record.fail(f"column {column!r} holds {value!r}; use a text or a list of messages, not empty")
     record.fail_missing(data_args.prompt, data_args.messages, key="prompt")
@@ -154,7 +169,8 @@ def _messages_in(value: Any) -> Any:
         messages = json.loads(value)
     except (ValueError, RecursionError):
         return value
-    is_chat = all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages)
+    parts = {"content", *ANSWER_FIELDS}
+    is_chat = all(isinstance(message, dict) and "role" in message and parts & message.keys() for message in messages)
     return messages if is_chat else value
 
 
@@ -235,12 +251,95 @@ def _ground_truth(record: Record, data_args: DataArguments, readers: Mapping[str
     return None
 
 
+def answer(record: Record, column: str, key: str) -> tuple[tuple[Message, ...], str | Message]:
+    """The response in a column: a text, or messages that end with the assistant's; and the messages before it.
+
+    A response is a message where it has more than a text, such as tool calls. `key` names the column in `data_args`.
+
+    Raises:
+        DatasetError: the column is missing or empty, or holds something else.
+    """
+    value: Any = _messages_in(record.row.get(column))
+    if value is None:
+        record.fail_missing(column, key=key)
+    if isinstance(value, str) and value.strip():
+        return (), value
+    if not isinstance(value, list) or not value:
+        record.fail(
+            f"column {column!r} holds {value!r}; use a text, not empty, or messages that end with the assistant's"
+        )
+    *before, last = (_message(record, column, item) for item in value)
+    return tuple(before), answer_in(record, column, last)
+
+
+def answer_in(record: Record, column: str, message: Message) -> str | Message:
+    """The response that a message of the assistant is: its text where it has no other part; see `answer`."""
+    if message["role"] != "assistant" or not (message["content"] or "").strip() and not message.keys() & ANSWER_FIELDS:
+        record.fail(f"column {column!r} ends with {message!r}; a response is a message of the assistant, not empty")
+    return message if message.keys() & ANSWER_FIELDS else str(message["content"])
+
+
 def _message(record: Record, column: str, item: Any) -> Message:
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str) or not isinstance(item.get("content"), str):
+    """The message without fields that are null; parts of text become one text, and JSON in tool calls is parsed."""
+    message = _without_nulls(record, item)
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         record.fail(f"column {column!r} holds {item!r}; a message has a role and a content, both text")
-    if item["role"] not in CHAT_ROLES:
-        record.fail(f"column {column!r} holds the role {item['role']!r}; roles are {', '.join(CHAT_ROLES)}")
-    return {"role": item["role"], "content": item["content"]}
+    if message["role"] not in CHAT_ROLES:
+        record.fail(f"column {column!r} holds the role {message['role']!r}; roles are {', '.join(CHAT_ROLES)}")
+    message = {name: value for name, value in message.items() if value is not None and value != []}
+    if "tool_calls" in message:
+        message["tool_calls"] = [_tool_call(call) for call in _objects(record, column, message["tool_calls"])]
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = [part.get("type", "text") if isinstance(part, dict) else part for part in content]
+        if any(kind != "text" for kind in kinds):
+            record.fail(f"column {column!r} has a message with parts {kinds}; a message has parts of type text only")
+        content = "".join(str(part.get("text") or "") for part in content)
+    if not isinstance(content, str) and (content is not None or not message.keys() & ANSWER_FIELDS):
+        record.fail(f"column {column!r} holds {item!r}; a message has a role and a content, both text")
+    return message | {"content": content}
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates expect; OpenAI's format has them as JSON in a text."""
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _tool_call(call["function"])}
+    return call | {"arguments": _from_json(call["arguments"])} if "arguments" in call else call
+
+
+def _tools(record: Record, data_args: DataArguments) -> tuple[dict[str, Any], ...]:
+    """Schemas of tools in the row, as a list or as JSON in a text."""
+    value = _without_nulls(record, record.row.get(data_args.tools) or [])
+    return tuple(_objects(record, data_args.tools, value))
+
+
+def _objects(record: Record, column: str, value: Any) -> list[dict[str, Any]]:
+    """Tools or calls of tools: a list, or one in JSON, of objects or of JSON texts of objects."""
+    value = _from_json(value)
+    items = [_from_json(item) for item in value] if isinstance(value, list) else [value]
+    for item in items:
+        if not isinstance(item, dict):
+            record.fail(
+                f"column {column!r} holds {item!r}; tools and calls of tools are lists of objects, or such JSON"
+            )
+    return items
+
+
+def _from_json(value: Any) -> Any:
+    """The value of a JSON text; anything else unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(record: Record, value: Any) -> Any:
+    """A value of a parquet file without the nulls for fields that only other rows have."""
+    if record.file.suffix != ".parquet":
+        return value
+    if isinstance(value, dict):
+        return {name: _without_nulls(record, item) for name, item in value.items() if item is not None}
+    return [_without_nulls(record, item) for item in value] if isinstance(value, list) else value
 
 
 def mixed_domain(drawn: Sequence[int], shares: Sequence[float]) -> int:

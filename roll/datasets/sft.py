@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.roles import DataArguments
-from roll.datasets.prompts import Message, Question, question, record_id, with_unique_ids
+from roll.datasets.prompts import Message, Question, answer, answer_in, question, record_id, with_unique_ids
 from roll.datasets.records import DatasetError, Record, read_records
-from roll.datasets.templates import ConversationEncoder, PromptEncoder
+from roll.datasets.templates import ConversationEncoder, PromptEncoder, chat_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ class PromptResponse:
 
     id: str
     question: Question
-    response: str
+    response: str | Message
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def encode_sft_data(
     prompt_length: int,
     sequence_length: int,
     mask_history: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[list[SFTExample], int]:
     """Encodes prompts and responses, and drops samples that are too long.
 
@@ -72,6 +73,7 @@ def encode_sft_data(
         sequence_length: maximum tokens of prompt and response together, end token included.
         mask_history: learn only the last assistant message of a conversation; else learn each of them, and the prompt
             is what precedes the first.
+        variables: of the template; see PromptEncoder.
 
     Returns:
         The examples that fit, in order, and the number that were dropped.
@@ -82,7 +84,7 @@ def encode_sft_data(
     """
     encode = encode_last_messages if mask_history else _all_messages
     _require_end_token(tokenizer)
-    encoded = encode(data, tokenizer, template)
+    encoded = encode(data, tokenizer, template, variables)
     examples = [
         example
         for example in encoded
@@ -105,7 +107,10 @@ def _require_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def encode_last_messages(
-    data: Sequence[PromptResponse], tokenizer: PreTrainedTokenizerBase, template: str
+    data: Sequence[PromptResponse],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[SFTExample]:
     """Encodes the last assistant message of each conversation as the response, with the end token.
 
@@ -113,9 +118,9 @@ def encode_last_messages(
         DatasetError: the tokenizer has no end token, or as PromptEncoder.
     """
     _require_end_token(tokenizer)
-    encoder = PromptEncoder(tokenizer, template)
+    encoder = PromptEncoder(tokenizer, template, variables)
     prompts = encoder.encode([item.question for item in data])
-    responses = encoder.encode_text([item.response for item in data])
+    responses = encoder.encode_text([encoder.render_answer(item.question, item.response) for item in data])
     return [
         SFTExample(item.id, prompt, [*response, tokenizer.eos_token_id])
         for item, prompt, response in zip(data, prompts, responses, strict=True)
@@ -123,24 +128,31 @@ def encode_last_messages(
 
 
 def _all_messages(
-    data: Sequence[PromptResponse], tokenizer: PreTrainedTokenizerBase, template: str
+    data: Sequence[PromptResponse],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[SFTExample]:
     """Encodes everything from the first assistant message as the response, with a loss mask."""
-    chat, encoder = ConversationEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
+    chat = ConversationEncoder(tokenizer, template, variables)
     examples = []
     for item in data:
-        messages = item.question.messages or ({"role": "user", "content": item.question.text or ""},)
+        *messages, last = [*chat_messages(item.question), _message_of(item.response)]
+        if messages[-1]["role"] == "assistant":  # continued by the response
+            last = last | {"content": f"{messages.pop()['content']}{last['content'] or ''}"}
         context: list[Message] = []
         prompt: list[int] = []
         ids: list[int] = []
         loss_mask: list[bool] = []
-        for message in [*messages, {"role": "assistant", "content": item.response}]:
+        for index, message in enumerate([*messages, last]):
             if message["role"] != "assistant":
                 context.append(message)
                 continue
+            before = replace(item.question, text=None, messages=tuple(messages[:index]))
             between = chat.follow(ids[-1], context) if prompt else []
-            prompt = prompt or chat.start(context)
-            response = [*encoder.encode_text([message["content"]])[0], tokenizer.eos_token_id]
+            prompt = prompt or chat.encoder.encode([before])[0]
+            text = chat.encoder.render_answer(before, message)
+            response = [*chat.encoder.encode_text([text])[0], tokenizer.eos_token_id]
             ids += [*between, *response]
             loss_mask += [False] * len(between) + [True] * len(response)
             context = []
@@ -148,14 +160,18 @@ def _all_messages(
     return examples
 
 
+def _message_of(response: str | Message) -> Message:
+    return {"role": "assistant", "content": response} if isinstance(response, str) else response
+
+
 def read_prompt_response(record: Record, data_args: DataArguments) -> PromptResponse:
     """The prompt and response of one row; see `load_sft_data`."""
-    prompt, response = question(record, data_args), record.row.get(data_args.response)
-    messages = prompt.messages or ()
-    if response is None and len(messages) > 1 and messages[-1]["role"] == "assistant":
-        prompt, response = Question(messages=messages[:-1]), messages[-1]["content"]
-    if response is None:
-        record.fail_missing(data_args.response, key="response")
-    if not isinstance(response, str):
-        record.fail(f"column {data_args.response!r} holds a {type(response).__name__}; a response is a text")
-    return PromptResponse(record_id(record, data_args), prompt, response)
+    if record.row.get(data_args.response) is None:
+        prompt = question(record, data_args)
+        *earlier, last = prompt.messages or ({"role": "user"},)
+        if not earlier or last["role"] != "assistant":
+            record.fail_missing(data_args.response, key="response")
+        response = answer_in(record, data_args.messages, last)
+        return PromptResponse(record_id(record, data_args), replace(prompt, messages=tuple(earlier)), response)
+    before, response = answer(record, data_args.response, "response")
+    return PromptResponse(record_id(record, data_args), question(record, data_args, before), response)

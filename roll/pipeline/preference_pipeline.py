@@ -18,7 +18,7 @@ from roll.configs.pipeline import PreferenceConfig, role_seed
 from roll.configs.plan import make_plan
 from roll.configs.roles import DataArguments, TrainedRoleConfig
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
-from roll.datasets.preferences import PreferencePair, encode_preferences, load_preferences
+from roll.datasets.preferences import PreferencePair, load_preferences
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
 from roll.distributed.protocol import DataProto
@@ -27,7 +27,7 @@ from roll.pipeline.actor_learner import ActorLearner
 from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import StoredSamples, warn_of_dropped
 from roll.pipeline.shards import sample_costs, sample_lengths, training_shards
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.pipeline.tokenizer import encode_data, load_tokenizer
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup
@@ -40,9 +40,6 @@ ConfigT = TypeVar("ConfigT", bound=PreferenceConfig)
 
 class PreferencePipeline(ABC, Generic[ConfigT]):
     """A model that learns from pairs; `prepare` checks every input before Ray starts."""
-
-    appended: ClassVar[int] = 0
-    """Tokens that follow each response in a batch; `sequence_length` includes them."""
 
     def __init__(self, config: ConfigT) -> None:
         self._config = config
@@ -65,7 +62,7 @@ class PreferencePipeline(ABC, Generic[ConfigT]):
         data = load_preferences(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
         with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_preferences(data, self._tokenizer, args.template, *lengths, self.appended)
+            encoded, dropped = encode_data(self._config, args, data, self._tokenizer)
         warn_of_dropped(role, dropped, len(data), lengths)
         return encoded
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +173,33 @@ def record_killed_driver(config: BaseConfig, checkpoint: Path, events: EventLog)
     events.record(DRIVER, "resumed after it was killed", message, steps_lost=repeated)
 
 
+def keep_template_time(config: BaseConfig, checkpoint: Path | None) -> None:
+    """Sets the time that chat templates take for now: of the run that wrote the checkpoint, or of this first start."""
+    before = _config_before(config, checkpoint).get("template_time") if checkpoint is not None else None
+    config.template_time = config.template_time or before or datetime.now().isoformat(timespec="seconds")
+
+
+def _config_before(config: BaseConfig, checkpoint: Path) -> dict[str, Any]:
+    """The configuration of the run that wrote a checkpoint; empty where its run.json is not there."""
+    own = checkpoint.resolve() in [path.resolve() for path in checkpoints_of(config).complete()]
+    folder = Path(config.output_dir) if own else checkpoint.parent.parent
+    try:
+        before: dict[str, Any] = json.loads((folder / RUN_FILE).read_text())["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return before
+
+
 def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
     """Warns of keys that have other values than in the run that wrote the checkpoint, as far as its run.json is there.
 
     Weights and optimizer come from the checkpoint, so some of them have no effect. Called before run.json is replaced.
     """
-    own = checkpoint.resolve() in [path.resolve() for path in checkpoints_of(config).complete()]
-    folder = Path(config.output_dir) if own else checkpoint.parent.parent
+    before, now = _config_before(config, checkpoint), without_secrets(config)
     try:
-        before, now = json.loads((folder / RUN_FILE).read_text())["config"], without_secrets(config)
         changes = changed_values(before, now, {*before["source"]["given"], *now["source"]["given"]})
         old_steps, roles = before["max_steps"], rescheduled_roles(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return
     if old_steps != config.max_steps and roles:
         logger.warning(

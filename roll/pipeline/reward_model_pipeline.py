@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 class RewardModelPipeline(PreferencePipeline[RewardModelConfig]):
     """One role that learns to rate sequences."""
 
-    appended = 1
-    """The padding after which `collate_scored` finds the value of the sequence."""
-
     def learner(self, session: Session) -> RewardModelLearner:
         """The learner of the one cluster."""
         return RewardModelLearner(self._config, session.train_clusters["actor_train"])

@@ -13,7 +13,7 @@ from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import domain_of, truths_read
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
-from roll.datasets.templates import EncodedPrompt, encode_prompts
+from roll.datasets.templates import EncodedPrompt
 from roll.distributed.events import EventLog
 from roll.distributed.protocol import DataProto
 from roll.pipeline.checkpoint import check_sampler
@@ -23,7 +23,7 @@ from roll.pipeline.rollout_batch import batch_of_groups
 from roll.pipeline.rollout_worker import Purpose, RolloutWorker
 from roll.pipeline.scorer import Scorer
 from roll.pipeline.session import Session
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.pipeline.tokenizer import encode_data, load_tokenizer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
 from roll.rollout.metrics import reported_metrics
@@ -253,7 +253,7 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
             raise RunError(f"{role}.data_args.file_name: is not set")
         prompts = load_prompts(files, args, partial(truths_read, self._config.rewards))
         with prefix_errors(f"{role} ({', '.join(files)})"):
-            encoded, dropped = encode_prompts(prompts, self._tokenizer, args.template, self._config.prompt_length)
+            encoded, dropped = encode_data(self._config, args, prompts, self._tokenizer)
         if dropped:
             logger.warning(
                 "%s: %d of %d prompts are longer than prompt_length %d and were dropped",

@@ -45,6 +45,7 @@ from roll.pipeline.restarts import (
     RESTARTING,
     RunningLoop,
     failure_in_one_line,
+    keep_template_time,
     record_killed_driver,
     record_training_again,
     rescheduled_roles,
@@ -289,6 +290,7 @@ async def run_once(
     running.starting()
     events, extensions = EventLog(config.output_dir), load_extensions(config)
     checkpoint = await asyncio.to_thread(checkpoints_of(config).resume_path, config.resume_from_checkpoint)
+    keep_template_time(config, checkpoint)
     if checkpoint is not None:  # chosen once, so that all parts of the run continue from the same one
         config = replace(config, resume_from_checkpoint=str(checkpoint))
         if not running.restarts:

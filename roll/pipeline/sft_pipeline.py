@@ -14,13 +14,13 @@ from roll.configs.roles import DataArguments
 from roll.datasets.collate import collate_examples
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
-from roll.datasets.sft import SFTExample, encode_sft_data, load_sft_data
+from roll.datasets.sft import SFTExample, load_sft_data
 from roll.distributed.protocol import DataProto
 from roll.distributed.train_worker import TrainWorker
 from roll.pipeline.actor_learner import ActorLearner
 from roll.pipeline.session import Session
 from roll.pipeline.shards import cluster_log_probs, training_plans, training_shards
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.pipeline.tokenizer import encode_data, load_tokenizer
 from roll.pipeline.training_loop import SampleBatch, TrainingLoop
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup
@@ -53,7 +53,7 @@ class SFTPipeline:
         data = load_sft_data(args.file_name, args)
         lengths = (self._config.prompt_length, self._config.sequence_length or 0)
         with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_sft_data(data, self._tokenizer, args.template, *lengths, args.mask_history)
+            encoded, dropped = encode_data(self._config, args, data, self._tokenizer)
         warn_of_dropped(role, dropped, len(data), lengths)
         return encoded
 

@@ -1,12 +1,19 @@
-"""The tokenizer of a HF model folder, and the sampling parameters that depend on it."""
+"""The tokenizer of a HF model folder, and the data and sampling parameters that depend on it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
-from roll.configs.roles import GeneratingArguments
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
+from roll.configs.roles import DataArguments, GeneratingArguments
+from roll.datasets.preferences import encode_preferences
+from roll.datasets.sft import encode_sft_data
+from roll.datasets.templates import encode_prompts, template_variables
 from roll.rollout.types import SamplingParams
 
 
@@ -52,3 +59,30 @@ def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedT
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=(tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
     )
+
+
+def encode_data(
+    config: BaseConfig, args: DataArguments, data: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], int]:
+    """Encodes the data of a role as its pipeline learns them.
+
+    Args:
+        config: of the run.
+        args: of the role.
+        data: prompts, pairs of SFT, or preferences.
+        tokenizer: of the trained model.
+
+    Returns:
+        The examples that fit, in order, and the number of those that are dropped because they are too long.
+
+    Raises:
+        DatasetError: none fits, or the chat template cannot be applied.
+    """
+    variables = template_variables(args.template_kwargs, config.template_time)
+    lengths = (config.prompt_length, config.sequence_length or 0)
+    if isinstance(config, SFTConfig):
+        return encode_sft_data(data, tokenizer, args.template, *lengths, args.mask_history, variables)
+    if isinstance(config, PreferenceConfig):
+        appended = 1 if isinstance(config, RewardModelConfig) else 0  # padding, where the value of a sequence is read
+        return encode_preferences(data, tokenizer, args.template, *lengths, appended, variables)
+    return encode_prompts(data, tokenizer, args.template, config.prompt_length, variables)

@@ -48,7 +48,7 @@ class RewardRequest:
         if self.question.messages is None:
             return self.question.text or ""
         asked = [message["content"] for message in self.question.messages if message["role"] == "user"]
-        return asked[-1] if asked else self.question.messages[-1]["content"]
+        return str(asked[-1] if asked else self.question.messages[-1]["content"] or "")
 
     @property
     def messages(self) -> list[Message]:

@@ -58,8 +58,11 @@ def test_columns_have_the_names_that_the_configuration_gives(tmp_path):
     [
         ({"prompt": "q", "chosen": "a"}, "data.jsonl:1: no column 'rejected'"),
         ({"chosen": "a", "rejected": "b"}, "no column 'prompt'"),
-        ({"prompt": "q", "chosen": "a", "rejected": 3}, "column 'rejected' holds 3; use a text, or messages of which"),
-        ({"prompt": "q", "chosen": [USER], "rejected": "b"}, "column 'chosen' holds"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": 3},
+            "column 'rejected' holds 3; use a text, not empty, or messages",
+        ),
+        ({"prompt": "q", "chosen": [USER], "rejected": "b"}, "column 'chosen' ends with"),
         ({"prompt": "q", "chosen": "", "rejected": "b"}, "column 'chosen' holds ''"),
         ({"chosen": [USER, answer("a")], "rejected": [{**USER, "content": "Yo"}, answer("b")]}, "different messages"),
         ({"messages": [USER, answer("a")], "chosen": "a", "rejected": "b"}, "ends with a message of the assistant"),

@@ -28,7 +28,7 @@ def test_the_response_is_the_solution_or_the_last_assistant_message(tmp_path):
 def test_a_missing_or_invalid_response_is_an_error(tmp_path):
     with pytest.raises(DatasetError, match="data.jsonl:1: no column 'solution'; the columns are prompt"):
         load_sft_data(jsonl(tmp_path, {"prompt": "q"}), DataArguments())
-    with pytest.raises(DatasetError, match="column 'solution' holds a int; a response is a text"):
+    with pytest.raises(DatasetError, match="column 'solution' holds 2; use a text, not empty"):
         load_sft_data(jsonl(tmp_path, {"prompt": "q", "solution": 2}), DataArguments())
 
 

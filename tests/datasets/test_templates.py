@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
 from roll.configs import roles
+from roll.datasets.preferences import Preference, encode_preferences
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import PromptResponse, encode_sft_data
-from roll.datasets.templates import BUILT_IN, TEMPLATES, ConversationEncoder, PromptEncoder, encode_prompts
+from roll.datasets.templates import (
+    BUILT_IN,
+    TEMPLATES,
+    ConversationEncoder,
+    PromptEncoder,
+    encode_prompts,
+    template_variables,
+)
 
 ASKED = Question(text="1+1=")
 CHAT = Question(messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
@@ -85,6 +97,83 @@ def test_long_prompts_are_dropped_and_dropping_all_is_an_error(tokenizer):
         encode_prompts(prompts, tokenizer, "none", prompt_length=2)
 
 
+def test_the_date_of_a_template_is_that_of_the_run(tokenizer):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}: {{ messages[-1].content }}"
+    variables = template_variables({}, "2024-02-29T23:59:59")
+    assert PromptEncoder(tokenizer, "native", variables).render(ASKED) == "29 Feb 2024: 1+1="
+    today = datetime.now().strftime("%d %b %Y")
+    assert PromptEncoder(tokenizer, "native", template_variables({}, None)).render(ASKED).startswith(today)
+
+
+@pytest.mark.parametrize("encode", ["prompts", "sft", "every answer", "pairs", "turns"])
+def test_variables_of_a_template_count_wherever_it_is_rendered(encode):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if not enable_thinking is defined or enable_thinking %}T{% endif %}{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}\u00a7{% endif %}{% endfor %}"
+    )
+
+    def prompt_ids(variables):
+        if encode == "prompts":
+            prompt = Prompt("a", "t", ASKED, "2")
+            return encode_prompts([prompt], tokenizer, "native", 9, variables)[0][0].ids
+        if encode == "turns":
+            return ConversationEncoder(tokenizer, "native", variables).start([{"role": "user", "content": "1+1="}])
+        if encode == "pairs":
+            pair = Preference("a", ASKED, "2", "3")
+            return encode_preferences([pair], tokenizer, "native", 9, 20, variables=variables)[0][0].chosen.prompt_ids
+        item, masked = PromptResponse("a", ASKED, "2"), encode == "sft"
+        return encode_sft_data([item], tokenizer, "native", 9, 20, masked, variables)[0][0].prompt_ids
+
+    assert tokenizer.decode(prompt_ids({})) == "T1+1="
+    assert tokenizer.decode(prompt_ids({"enable_thinking": False})) == "1+1="
+
+
+def with_bos(post_processor: str):
+    """A tokenizer that puts BOS before a text, and with `pair` EOS after it, as those of Llama base models."""
+    vocabulary = {"<s>": 0, "</s>": 1, **{character: number for number, character in enumerate("[]1+=ab2", start=2)}}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.post_processor = processors.TemplateProcessing(single=post_processor, special_tokens=[("<s>", 0), ("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "<s>[{{ messages[-1].content }}]"
+    return tokenizer
+
+
+@pytest.mark.parametrize("post_processor", ["<s> $A", "<s> $A </s>"])
+def test_none_puts_bos_before_a_text_as_the_tokenizer_does_and_never_twice(post_processor):
+    tokenizer = with_bos(post_processor)
+    plain, written = PromptEncoder(tokenizer, "none").encode([ASKED, Question(text="<s>1+1=")])
+    assert tokenizer.convert_ids_to_tokens(plain) == ["<s>", "1", "+", "1", "="] and written == plain
+    assert PromptEncoder(tokenizer, "native").encode([ASKED])[0].count(0) == 1
+    [example], _ = encode_sft_data([PromptResponse("a", ASKED, "2")], tokenizer, "none", 10, 20)
+    assert (example.prompt_ids, example.response_ids[-1], 0 in example.response_ids) == (plain, 1, False)
+    assert PromptEncoder(with_bos("$A"), "none").encode([ASKED])[0] == plain[1:]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}\n{{ raise_exception('no system message') }}{% endfor %}",
+            "line 2: no system message",
+        ),
+        ("a\n\n{{ 1 + messages }}", "line 3: TypeError: "),
+        ("{{ now() }}", "line 1: 'now' is undefined"),
+        ("a\n{% if %}", "line 2: Expected an expression"),
+        ("{{ ''.__class__.x }}", "line 1: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "line 1: OverflowError: "),
+    ],
+)
+def test_an_error_of_a_template_has_its_line_and_that_of_the_data(template, message):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    asked = Question(messages=CHAT.messages, source="data.jsonl:7")
+    with pytest.raises(DatasetError) as error:
+        PromptEncoder(tokenizer, "native").encode([asked])
+    assert str(error.value).startswith(f"data.jsonl:7: the chat template fails, {message}")
+
+
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 1+1?"},
@@ -131,8 +220,13 @@ def test_a_template_that_changes_earlier_turns_is_an_error():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = ConversationEncoder(tokenizer, "native")
-    with pytest.raises(DatasetError, match="renders earlier turns differently when later ones follow"):
+    with pytest.raises(
+        DatasetError, match="earlier turns differently .* \\('2firststand-in' became '3firststand-inWhat"
+    ):
         chat.follow(1, [CONVERSATION[1]])
+    tokenizer.chat_template = "".join(("x" * 99, tokenizer.chat_template))
+    with pytest.raises(DatasetError, match="'x{20}2firststand-in' became 'x{20}3firststand-in"):
+        ConversationEncoder(tokenizer, "native").follow(1, [CONVERSATION[1]])
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(DatasetError, match="omits or changes assistant messages"):
         ConversationEncoder(tokenizer, "native")

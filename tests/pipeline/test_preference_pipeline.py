@@ -16,7 +16,7 @@ from roll.datasets.preferences import PreferencePair
 from roll.datasets.sft import SFTExample
 from roll.pipeline.dpo_pipeline import DPOLearner
 from roll.pipeline.preference_pipeline import pair_plans
-from roll.pipeline.reward_model_pipeline import RewardModelLearner, RewardModelPipeline
+from roll.pipeline.reward_model_pipeline import RewardModelLearner
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
 from tests.pipeline.bigram import BigramCluster, BigramCritic
@@ -101,7 +101,7 @@ def test_the_reward_of_a_sequence_is_the_value_after_its_last_token():
     learner = reward_model_learner()
     data = learner.collate([PreferencePair(SFTExample("a", [3], [1, 2]), SFTExample("a", [3], [4]))])
     assert data.batch["input_ids"].tolist() == [[3, 1, 2, 0], [3, 4, 0, 0]]
-    assert data.batch["attention_mask"].sum(-1).tolist() == [3 + RewardModelPipeline.appended, 3]
+    assert data.batch["attention_mask"].sum(-1).tolist() == [3 + 1, 3]
     data.meta_info["temperature"] = 1.0
     with torch.no_grad():
         learner._actor.table.copy_(torch.arange(5.0))

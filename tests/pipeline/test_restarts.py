@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from roll.pipeline.health import Health, watched
 from roll.pipeline.restarts import (
     RunningLoop,
     changed_values,
+    keep_template_time,
     record_killed_driver,
     record_training_again,
     warn_of_changes,
@@ -31,6 +33,8 @@ from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
 from roll.trackers import make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, replace_summary
+
+MINUTE = timedelta(minutes=1)
 
 
 class Runs:
@@ -400,6 +404,20 @@ def test_a_resumed_run_names_the_keys_that_have_changed(tmp_path: Path, caplog: 
     decaying.actor_train.training_args.lr_scheduler_type = "linear"
     warn_of_changes(decaying, checkpoint)
     assert "is 7: the learning rate of actor_train follows the schedule of the new number of steps" in caplog.text
+
+
+def test_the_time_of_chat_templates_is_that_of_the_first_start(tmp_path: Path) -> None:
+    first, given = SFTConfig(output_dir=str(tmp_path)), SFTConfig(template_time="2001-01-01T00:00:00")
+    keep_template_time(first, None)
+    assert (
+        first.template_time is not None and abs(datetime.now() - datetime.fromisoformat(first.template_time)) < MINUTE
+    )
+    first.template_time = "2024-02-29T23:59:59"
+    make_trackers(first).close({})
+    resumed, checkpoint = SFTConfig(output_dir=str(tmp_path / "second")), tmp_path / "checkpoints" / "step-000002"
+    keep_template_time(resumed, checkpoint)
+    keep_template_time(given, checkpoint)
+    assert (resumed.template_time, given.template_time) == ("2024-02-29T23:59:59", "2001-01-01T00:00:00")
 
 
 def test_changes_are_short_and_keys_of_another_version_are_none() -> None:

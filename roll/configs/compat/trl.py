@@ -14,6 +14,7 @@ NAMES: Names = {
     "report_to": "track_with",
     "run_name": "exp_name",
     "num_iterations": "ppo_epochs",
+    "chat_template_kwargs": "actor_train.data_args.template_kwargs",
     "beta": ("use_kl_loss", "kl_loss_coef"),
     "epsilon": "pg_clip_low",
     "epsilon_high": "pg_clip_high",

@@ -25,6 +25,7 @@ from roll.configs.schema import value_at
 NAMES: Names = {
     "data.train_files": "actor_train.data_args.file_name",
     "data.val_files": "validation.data_args.file_name",
+    "data.apply_chat_template_kwargs": "actor_train.data_args.template_kwargs",
     "data.train_batch_size": "rollout_batch_size",
     "data.max_prompt_length": "prompt_length",
     "data.max_response_length": "response_length",

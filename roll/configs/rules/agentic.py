@@ -202,9 +202,10 @@ def _check_template(config: AgenticConfig, report: Report) -> None:
             "actor_train.data_args.template",
             "none cannot separate the messages of a trajectory; use native, or a chat template by name",
         )
-    path, template = "validation.data_args.template", config.actor_train.data_args.template
-    if path in config.source.given and config.validation.data_args.template != template:
-        report.error(path, f"has no effect: training and validation both use actor_train.data_args.template {template}")
+    for key in ("template", "template_kwargs"):
+        path, used = f"validation.data_args.{key}", getattr(config.actor_train.data_args, key)
+        if path in config.source.given and getattr(config.validation.data_args, key) != used:
+            report.error(path, f"has no effect: training and validation both use actor_train.data_args.{key} {used}")
 
 
 def _check_schedule(config: AgenticConfig, report: Report) -> None:

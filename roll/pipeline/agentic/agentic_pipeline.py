@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from roll.configs.agentic import AgenticConfig
-from roll.datasets.templates import ConversationEncoder
+from roll.datasets.templates import ConversationEncoder, template_variables
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.types import EnvSpec
 from roll.distributed.events import EventLog
@@ -22,6 +23,9 @@ from roll.pipeline.tokenizer import load_tokenizer
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):
     """Samples are trajectories, scored by the environments themselves."""
@@ -34,7 +38,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             DatasetError: the chat template does not let turns be added one by one.
         """
         await super().prepare()
-        chat = ConversationEncoder(self._tokenizer, self._config.actor_train.data_args.template)
+        chat = conversation_encoder(self._config, self._tokenizer)
         chat.follow(self._tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
         self._tasks = {tag: self._task(tag) for tag in self._config.custom_envs}
 
@@ -59,6 +63,12 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
         """Nothing to end: the environments belong to the rollout worker."""
 
 
+def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
+    """Converts the messages of training and validation."""
+    args = config.actor_train.data_args
+    return ConversationEncoder(tokenizer, args.template, template_variables(args.template_kwargs, config.template_time))
+
+
 def make_agentic_worker(
     config: AgenticConfig, tasks: Mapping[str, Task], sampling: Mapping[Purpose, SamplingParams], engines: EnginePool
 ) -> AgenticWorker:
@@ -77,7 +87,7 @@ def make_agentic_worker(
     runner = RolloutRunner(
         engines,
         environments,
-        ConversationEncoder(tokenizer, config.actor_train.data_args.template),
+        conversation_encoder(config, tokenizer),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         config.sequence_length or 0,
         config.trajectory_timeout_s,

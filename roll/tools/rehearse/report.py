@@ -256,13 +256,13 @@ def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> Renderable
         messages = pair.question.messages or ({"role": "user", "content": pair.question.text or ""},)
         texts = [(message["role"], message["content"]) for message in messages]
         parts = [(Text(role, "dim"), sanitize(text, OBSERVATION)) for role, text in texts]
-        answer = (Text("answer that is learned", "dim"), sanitize(pair.response, MODEL))
+        answer = (Text("answer that is learned", "dim"), sanitize(str(pair.response), MODEL))
         return Group(Text("One example in full", "bold"), *(text for part in (*parts, answer) for text in part))
     if isinstance(small, PreferenceConfig):
         args = small.actor_train.data_args
         preference = load_preferences(args.file_name, args)[0]
         texts = [("better response", preference.chosen), ("worse response", preference.rejected)]
-        parts = [(Text(title, "dim"), sanitize(text, MODEL)) for title, text in texts]
+        parts = [(Text(title, "dim"), sanitize(str(text), MODEL)) for title, text in texts]
         return Group(Text("One pair in full", "bold"), *(text for part in parts for text in part))
     if not run.samples:
         return None
