@@ -35,6 +35,48 @@ Actions left: {actions_left}. Think briefly, then give one action, in at most {m
 """Default of `agent_template`. `turn_idx` counts from 1."""
 
 
+HISTORY = "the messages above"
+"""Text of the field `history`: earlier turns are part of the conversation and are not repeated."""
+
+
+def first_messages(
+    system: str, template: str, instruction: str, observation: str, actions: int, tokens: int
+) -> list[dict[str, str]]:
+    """The messages before the first action; the instruction comes first, unless a template has a field for it.
+
+    Args:
+        system: `agent_system_template`; empty for none.
+        template: `agent_template`.
+        instruction: of the environment.
+        observation: of its reset.
+        actions: maximum number in the trajectory.
+        tokens: maximum of one answer.
+    """
+    text = turn_message(template, 0, observation, actions, tokens, instruction)
+    if not any("{env_instruction}" in each for each in (system, template)):
+        text = f"{instruction}\n{text}"
+    before = [{"role": "system", "content": system.format(env_instruction=instruction)}] if system else []
+    return [*before, {"role": "user", "content": text}]
+
+
+def turn_message(template: str, turn: int, observation: str, actions: int, tokens: int, instruction: str = "") -> str:
+    """The message before action number `turn`, from 0; other arguments as in `first_messages`."""
+    fields: dict[str, Any] = {
+        "turn_idx": turn + 1,
+        "observation": observation,
+        "actions_left": actions - turn,
+        "max_response_length": tokens,
+        "env_instruction": instruction,
+        "current_observation": observation,
+        "current_step": turn + 1,
+        "step_count": turn,
+        "history": HISTORY if turn else "",
+        "history_length": turn,
+        "suffix": "",
+    }
+    return template.format(**fields)
+
+
 def system_template(text: Any) -> Any:
     """An `agent_system_template` whose fields are checked; a value of another type is returned unchanged.
 

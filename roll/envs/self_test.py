@@ -1,10 +1,13 @@
-"""Tries an environment before a run: makes, resets and steps it once, in a process that can be killed."""
+"""Tries an environment before a run: makes it and plays episodes, in a process that can be killed."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import random
+import re
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +19,17 @@ from roll.configs.user_code import NOTICE_S, definition_of, failure_text, report
 from roll.envs.base import TextEnv
 from roll.envs.registry import make_env
 
-ACTION = "I do not know."
-"""The action of the trial; environments accept any text."""
+ACTIONS = ("I do not know.", "")
+"""Actions of the trial besides those that the environment gives as examples, since environments accept any text."""
+
+EXAMPLE = re.compile(r"<(\w+)>[^<>]{1,80}</\1>")
+"""An action in the text of an environment, such as <answer>Right</answer>."""
+
+EPISODES = 3
+"""Episodes of the trial, since actions are chosen at random."""
+
+PLAY_S = 5.0
+"""The trial begins no turn after so many seconds; a slow environment plays a part of its first episode."""
 
 START_TIMEOUT_S = 120.0
 """Deadline for the process to start and to import and make the environment."""
@@ -32,38 +44,52 @@ class EnvTrial:
     env_config: Mapping[str, Any]
 
 
-def try_environments(trials: list[EnvTrial], step_timeout_s: float) -> list[str]:
+@dataclass(frozen=True)
+class Played:
+    """What an environment said in the longest episode of its trial: an observation before each action."""
+
+    instruction: str
+    observations: tuple[str, ...]
+
+
+def try_environments(
+    trials: list[EnvTrial], step_timeout_s: float, played: dict[str, Played] | None = None
+) -> list[str]:
     """What is wrong with the environments, one text for each that fails, with the user's file and line first.
 
     Args:
         trials: the environments, tried one after the other.
-        step_timeout_s: deadline of a reset with its step, in seconds.
+        step_timeout_s: deadline of a reset or step, in seconds.
+        played: gets the episodes of those that work, by path.
     """
     problems: dict[str, str] = {}
     pool = ProcessPool(1, context=multiprocessing.get_context("spawn"), initializer=start_user_process)
     try:
         for trial in trials:
-            problem = _run(pool, trial, "make", START_TIMEOUT_S) or _run(pool, trial, "play", step_timeout_s)
-            if problem is not None:
-                problems.setdefault(problem, f"{problem}\n    the environment {trial.path} was tried before the run")
+            found = _run(pool, trial, "make", START_TIMEOUT_S) or _run(pool, trial, "play", step_timeout_s)
+            if isinstance(found, str):
+                problems.setdefault(found, f"{found}\n    the environment {trial.path} was tried before the run")
+            elif found is not None and played is not None:
+                played[trial.path] = found
     finally:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
     return list(problems.values())
 
 
-def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], timeout_s: float) -> str | None:
-    doing = {"make": "import and constructor", "play": "first reset and step"}[what]
-    future = pool.schedule(_try, args=(trial, what), timeout=timeout_s)
-    concurrent.futures.wait([future], timeout=NOTICE_S)
+def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], timeout_s: float) -> str | Played | None:
+    doing = {"make": "import and constructor", "play": "a reset or step"}[what]
+    playing_s = PLAY_S if what == "play" else 0.0
+    future = pool.schedule(_try, args=(trial, what), timeout=timeout_s + playing_s)
+    concurrent.futures.wait([future], timeout=NOTICE_S + playing_s)
     if not future.done():
         print(
-            f"{trial.path}: {doing} of {trial.env_type} have taken {NOTICE_S:g} s; waiting for at most {timeout_s:g} s",
+            f"{trial.path}: {doing} of {trial.env_type} has taken {NOTICE_S:g} s; waiting for at most {timeout_s:g} s",
             file=sys.stderr,
         )
     try:
-        problem: str | None = future.result()
-        return problem
+        found: str | Played | None = future.result()
+        return found
     except TimeoutError:
         limit = f" (env_step_timeout_s {timeout_s:g})" if what == "play" else ""
         return f"{doing} of {trial.env_type} took longer than {timeout_s:g} s{limit}"
@@ -71,33 +97,41 @@ def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], time
         return f"{trial.env_type} ended its process with exit code {death.exitcode}"
 
 
-def _try(trial: EnvTrial, what: str) -> str | None:
-    """The problem of a trial, in the process of the pool."""
+def _try(trial: EnvTrial, what: str) -> str | Played | None:
+    """The problem of a trial or its longest episode, in the process of the pool."""
     with report_if_slow(f"the trial of {trial.env_type}"):
-        return _make_and_play(trial, what)
+        try:
+            env = make_env(trial.env_type, trial.env_config, trial.path)
+        except ConfigError as error:
+            # Problems of options need their path; those of the class itself begin with the user's file and line.
+            shown = (each.message if each.path.endswith(".env_type") else str(each) for each in error.problems)
+            return "\n".join(shown)
+        except BaseException as error:  # sys.exit, and panics of extensions in Rust
+            return failure_text(error)
+        return None if what == "make" else play(env)
 
 
-def _make_and_play(trial: EnvTrial, what: str) -> str | None:
-    try:
-        env = make_env(trial.env_type, trial.env_config, trial.path)
-    except ConfigError as error:
-        # Problems of options need their path; those of the class itself begin with the user's file and line.
-        shown = (each.message if each.path.endswith(".env_type") else str(each) for each in error.problems)
-        return "\n".join(shown)
-    except BaseException as error:  # sys.exit, and panics of extensions in Rust
-        return failure_text(error)
-    return None if what == "make" else _play(env)
-
-
-def _play(env: TextEnv) -> str | None:
+def play(env: TextEnv) -> str | Played:
+    """Plays EPISODES episodes to their end, or for PLAY_S; the longest, or the problem with file and line."""
+    longest = Played("", ())
+    turn, until, choose = 0, time.monotonic() + PLAY_S, random.Random(0).choice
     try:
         if not isinstance(env.instruction, str):
             return f"{definition_of(type(env).rules)}: rules returned a {type(env.instruction).__name__}, not text"
-        observation, _ = env.reset(seed=0)
-        if not isinstance(observation, str):
-            return f"{definition_of(type(env).begin)}: begin returned a {type(observation).__name__}, not text"
-        env.step(ACTION)
+        for seed in range(EPISODES):
+            observation, _ = env.reset(seed=seed)
+            if not isinstance(observation, str):
+                return f"{definition_of(type(env).begin)}: begin returned a {type(observation).__name__}, not text"
+            observations, over = list[str](), False
+            while not over and time.monotonic() < until:
+                examples = [found[0] for found in EXAMPLE.finditer(f"{env.instruction}\n{observation}")]
+                observations.append(observation)
+                turn = len(observations)
+                observation, _, terminated, truncated, _ = env.step(choose([*ACTIONS, *examples]))
+                over = terminated or truncated
+            if len(observations) > len(longest.observations):
+                longest = Played(env.instruction, tuple(observations))
         env.close()
     except BaseException as error:
-        return failure_text(error, type(env))
-    return None
+        return failure_text(error, type(env)) + (f"\n    in turn {turn} of an episode" if turn else "")
+    return longest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import Report
+from roll.configs.errors import ConfigError, Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.configs.model_config import CONFIG_NAME, UnsupportedModel
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
@@ -36,8 +36,10 @@ from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
-from roll.envs.self_test import EnvTrial, try_environments
+from roll.envs.registry import BUILT_IN, make_env
+from roll.envs.self_test import EnvTrial, Played, play, try_environments
 from roll.models.weight_files import NoWeights, check_weights, read_headers
+from roll.pipeline.agentic.lengths import check_lengths
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
 from roll.rewards.sandbox.client import available_isolation
@@ -66,19 +68,34 @@ def check_inputs(config: BaseConfig) -> Report:
     elif isinstance(config, PreferenceConfig):
         _check_data(config, report, read_preference)
     elif isinstance(config, AgenticConfig):
-        for problem in check_environments(config):
+        played: dict[str, Played] = {}
+        for problem in check_environments(config, played):
             report.error("", problem)
+        if (count := _token_counter(config)) is not None:
+            check_lengths(config, played, count, report)
     return report
 
 
-def check_environments(config: AgenticConfig) -> list[str]:
-    """What is wrong with the user's own environments; the rules of the configuration make the others."""
-    trials = [
-        EnvTrial(f"custom_envs.{tag}", entry.env_type, entry.env_config)
-        for tag, entry in config.custom_envs.items()
-        if ":" in entry.env_type
-    ]
-    return try_environments(trials, config.env_step_timeout_s) if trials else []
+def check_environments(config: AgenticConfig, played: dict[str, Played] | None = None) -> list[str]:
+    """What is wrong with the user's own environments; the rules of the configuration make the others.
+
+    Args:
+        config: of the run.
+        played: gets an episode of each environment by the path of its entry, of built-in ones too.
+    """
+    trials = [EnvTrial(f"custom_envs.{tag}", env.env_type, env.env_config) for tag, env in config.custom_envs.items()]
+    if played is not None:
+        built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN}
+        played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}
+    own = [trial for trial in trials if ":" in trial.env_type]
+    return try_environments(own, config.env_step_timeout_s, played) if own else []
+
+
+def _play_built_in(trial: EnvTrial) -> Played | str:
+    try:
+        return play(make_env(trial.env_type, trial.env_config))
+    except ConfigError as error:  # the rules report it
+        return str(error)
 
 
 def _check_weights(config: BaseConfig, report: Report) -> None:
@@ -103,6 +120,18 @@ def _check_weights(config: BaseConfig, report: Report) -> None:
             report.missing_resource(path, str(error))
         except UnsupportedModel as error:
             report.error(path, str(error))
+
+
+def _token_counter(config: BaseConfig) -> Callable[[str], int] | None:
+    """Counts the tokens of a text; None where the tokenizer is missing or of another kind."""
+    from tokenizers import Tokenizer
+
+    file = local_model(config.actor_train.model_args.model_name_or_path or "") / TOKENIZER_FILES[0]
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # the library raises Exception itself; a damaged file is reported with the tokenizers
+        return None
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MOSTLY_CUT_OFF = 0.5
+"""Share of a step's trajectories that end at the length limit above which the run warns, once."""
+
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
 
@@ -189,7 +192,7 @@ class TrainingLoop:
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()
-        self._training = self._learning = False
+        self._training = self._learning = self._warned = False
         self._written: int | None = None
         """The step of which the weights were written last, or are being written."""
         self._stop = asyncio.Event()
@@ -281,6 +284,7 @@ class TrainingLoop:
             return
         for name, seconds in batch.seconds.items():
             clock.add(name, seconds)
+        self._warn_of_length(batch.metrics.get("rollout/truncated_fraction", 0.0))
         metrics = batch.metrics | self._show_to_hook(batch, clock)
         self._learning = True
         if self._devices is not None:
@@ -322,6 +326,17 @@ class TrainingLoop:
     @property
     def _checkpoint_due(self) -> bool:
         return self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps)
+
+    def _warn_of_length(self, share: float) -> None:
+        """Warns once that this share of the trajectories of a step ended at the length limit."""
+        if share <= MOSTLY_CUT_OFF or self._warned:
+            return
+        self._warned, config = True, self._config
+        what, key, fix = "responses", "response_length", "raise it"
+        if config.pipeline == "agentic":
+            what, key, fix = "trajectories", "sequence_length", "raise it, or lower max_tokens_per_step"
+        step, value = self.state.step + 1, getattr(config, key)
+        logger.warning("%s: %d cut off %.0f%% of the %s of step %d; %s", key, value, 100 * share, what, step, fix)
 
     def _show_to_hook(self, batch: SampleBatch, clock: StepClock) -> dict[str, float]:
         """`batch_hook/...` of the user's hook, if there is one.

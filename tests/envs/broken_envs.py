@@ -84,3 +84,37 @@ class SkipsInit(Good):
 
 class OddConfig(Good):
     config_class = dict  # type: ignore[assignment]
+
+
+class LateError(Good):
+    """Fails in its third turn."""
+
+    def act(self, text: str) -> Turn:
+        if self.steps == 3:
+            raise KeyError("score")
+        return Turn("x", 0.0)
+
+
+class NeedsWord(Good):
+    """Fails with an empty text, which a model writes by ending at once."""
+
+    def act(self, text: str) -> Turn:
+        return Turn(text.split()[0], 0.0)
+
+
+class WrongAnswer(Good):
+    """Fails with an action of its own rules."""
+
+    def rules(self) -> str:
+        return "Write <answer>left</answer>."
+
+    def act(self, text: str) -> Turn:
+        return Turn("x", {"<answer>right</answer>": 1.0}[text] if "<" in text else 0.0)
+
+
+class Slow(Good):
+    """Takes 20 ms a turn."""
+
+    def act(self, text: str) -> Turn:
+        time.sleep(0.02)
+        return Turn("x", 0.0)

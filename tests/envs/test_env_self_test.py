@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from roll.envs.self_test import EnvTrial, try_environments
+from roll.envs import self_test
+from roll.envs.self_test import EnvTrial, Played, play, try_environments
+from tests.envs import broken_envs
 
 MODULE = "tests.envs.broken_envs"
 
@@ -52,8 +54,19 @@ def test_every_mistake_is_reported_with_file_and_line_and_the_others_are_tried_t
 def test_a_hanging_environment_is_reported_after_its_deadline() -> None:
     start = time.perf_counter()
     [problem] = try_environments([trial("Hangs")], 0.5)
-    assert (
-        "first reset and step of tests.envs.broken_envs:Hangs took longer than 0.5 s (env_step_timeout_s 0.5)"
-        in problem
-    )
+    assert "a reset or step of tests.envs.broken_envs:Hangs took longer than 0.5 s (env_step_timeout_s 0.5)" in problem
     assert time.perf_counter() - start < 30
+
+
+@pytest.mark.parametrize(("name", "turn"), [("LateError", 3), ("NeedsWord", 1), ("WrongAnswer", 1)])
+def test_episodes_are_played_to_their_end_with_empty_texts_and_the_actions_of_the_rules(name: str, turn: int) -> None:
+    problem = play(getattr(broken_envs, name)(max_steps=5))
+    assert isinstance(problem, str) and problem.startswith("tests/envs/broken_envs.py:")
+    assert f"in turn {turn} of an episode" in problem or name == "WrongAnswer"
+
+
+def test_a_slow_environment_plays_a_part_of_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "PLAY_S", 0.1)
+    played = play(broken_envs.Slow(max_steps=1000))
+    assert isinstance(played, Played) and 2 <= len(played.observations) < 20
+    assert (played.instruction, played.observations[0]) == ("Wait.", "Go.")

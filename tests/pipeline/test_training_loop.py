@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.distributed.protocol import DataProto
@@ -112,6 +114,36 @@ def run(config: BaseConfig) -> tuple[Counting, Lines]:
 
 def config_in(folder: Path, **keys: Any) -> BaseConfig:
     return BaseConfig(output_dir=str(folder), **keys)
+
+
+class CutOff(Counting):
+    """Batches of which a share was cut off."""
+
+    async def next_batch(self) -> SampleBatch | None:
+        batch = await super().next_batch()
+        assert batch is not None
+        batch.metrics["rollout/truncated_fraction"] = (0.2, 0.75, 1.0)[self.drawn - 1]
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("config", "warning"),
+    [
+        (
+            AgenticConfig(sequence_length=512),
+            "sequence_length: 512 cut off 75% of the trajectories of step 2; raise",
+        ),
+        (RLVRConfig(response_length=64), "response_length: 64 cut off 75% of the responses of step 2; raise it"),
+    ],
+)
+def test_a_limit_that_cuts_off_most_of_a_step_is_a_warning_once(tmp_path, caplog, config, warning):
+    parts = CutOff()
+    loop = TrainingLoop(
+        replace(config, output_dir=str(tmp_path), max_steps=3, eval_steps=0), parts, parts, parts, Lines()
+    )
+    asyncio.run(loop.run())
+    found = [record.getMessage() for record in caplog.records if "cut off" in record.getMessage()]
+    assert len(found) == 1 and found[0].startswith(warning)
 
 
 def test_engines_get_the_weights_first_and_after_every_update(tmp_path):

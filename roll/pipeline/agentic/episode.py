@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from roll.configs.agentic import first_messages, turn_message
 from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
@@ -13,9 +13,6 @@ from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.ledger import GENERATION_FAILED
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
-
-HISTORY = "the messages above"
-"""Text of the field `history`: earlier turns are part of the conversation and are not repeated."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -93,10 +90,10 @@ class Episode:
         """
         self._env, reset = await pool.open(self._task.spec, self._env_seed)
         self._rules, self._observation = reset.metric_rules, reset.observation
-        messages = [{"role": "user", "content": self._first(reset.instruction)}]
-        if self._task.system:
-            system = self._task.system.format(env_instruction=reset.instruction)
-            messages.insert(0, {"role": "system", "content": system})
+        task, longest = self._task, self._longest
+        messages = first_messages(
+            task.system, task.template, reset.instruction, self._observation, task.max_actions, longest
+        )
         self.trajectory.add_context(self._chat.start(messages))
         if len(self.trajectory.ids) >= self._sequence_length:
             raise EpisodeFailed(
@@ -153,7 +150,9 @@ class Episode:
             trajectory.outcome = step.observation
             return
         self._observation = step.observation
-        message = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": self._filled()}])
+        turns, actions = len(trajectory.turns), self._task.max_actions
+        text = turn_message(self._task.template, turns, self._observation, actions, self._longest)
+        message = self._chat.follow(result.response_ids[-1], [{"role": "user", "content": text}])
         if len(trajectory.ids) + len(message) >= self._sequence_length:
             trajectory.stop, trajectory.outcome = "sequence_length", step.observation
             return
@@ -168,26 +167,3 @@ class Episode:
     def _longest(self) -> int:
         """Maximum tokens of a response, by the task and by the sampling parameters."""
         return min(self._task.max_tokens, self._sampling.max_new_tokens)
-
-    def _first(self, instruction: str) -> str:
-        """The first message, preceded by the instruction, unless a template has a field for it."""
-        if any("{env_instruction}" in template for template in (self._task.system, self._task.template)):
-            return self._filled(instruction)
-        return f"{instruction}\n{self._filled()}"
-
-    def _filled(self, instruction: str = "") -> str:
-        turn = len(self.trajectory.turns)
-        fields: dict[str, Any] = {
-            "turn_idx": turn + 1,
-            "observation": self._observation,
-            "actions_left": self._task.max_actions - turn,
-            "max_response_length": self._longest,
-            "env_instruction": instruction,
-            "current_observation": self._observation,
-            "current_step": turn + 1,
-            "step_count": turn,
-            "history": HISTORY if turn else "",
-            "history_length": turn,
-            "suffix": "",
-        }
-        return self._task.template.format(**fields)
