@@ -80,15 +80,17 @@ def batch_correction(
     """Adds what depends on the whole batch to the result of `off_policy_correction`; arguments as there.
 
     `m2_threshold` leaves out further tokens, see `within_second_moment`. `weights.normalize` divides the weights by
-    their mean over the response tokens, so that they change no step size on average. Samples that are left out of the
-    loss have no part in either; `response_mask` is without them.
+    their mean over the response tokens, or over the responses where a response has one weight (`level: sequence`), as
+    in verl. Samples that are left out of the loss have no part in either; `response_mask` is without them.
     """
     weights, kept, mask = correction.weights, correction.kept, response_mask.bool()
     if options.m2_threshold is not None:
         squares = _log_ratio(log_probs, behavior_log_probs, mask) ** 2
         kept = within_second_moment(squares, kept & mask, options.m2_threshold) | (kept & ~mask)
     if options.weighted and options.weights.normalize:
-        weights = weights / masked_mean(weights, mask).clamp(min=EPSILON)
+        counted = masked_mean(weights, mask, dim=-1) if options.weights.level == "sequence" else weights
+        mean = masked_mean(counted, mask.any(-1) if counted is not weights else mask)
+        weights = weights / mean.clamp(min=EPSILON)
     return Correction(weights, kept)
 
 

@@ -43,7 +43,11 @@ class WeightOptions:
     )
     lower: float = option(0.0, "Smallest weight.", ge=0, only_for=WEIGHTED)
     upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
-    normalize: bool = option(False, "Divide the weights by their mean over the tokens of the batch.", only_for=WEIGHTED)
+    normalize: bool = option(
+        False,
+        "Divide the weights by their mean over the tokens of the batch, with level sequence over its responses.",
+        only_for=WEIGHTED,
+    )
 
 
 REJECTION_LEVELS = Literal["token", "segment-mean", "sequence-mean", "sequence-sum", "sequence-max"]
@@ -102,7 +106,7 @@ class CorrectionOptions:
     opsm_delta: float | None = option(
         None,
         "OPSM: tokens of negative advantage are left out where the policy finds their response less likely than the "
-        "one that sampled did, by more than this mean log ratio in nats, such as 1e-4.",
+        "one that sampled did, by more than this mean log ratio in nats: 1e-4 in fp32, 1e-2 or more in half precision.",
         ge=0,
     )
     difference: DifferenceOptions = option(

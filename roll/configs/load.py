@@ -127,9 +127,8 @@ def build_config(
     tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
-    tree, system_notes, problems = read_systems(tree, kind, notes, overridden)
-    notes = [*notes, *system_notes]
     recipe = Recipe(tree, overridden)
+    read_systems(recipe, kind, notes)
     from_roll = is_roll_recipe(recipe)
     read_engine(recipe)
     read_roll_keys(recipe)
@@ -138,9 +137,9 @@ def build_config(
     if from_roll:
         read_roll_recipe(recipe, kind)
         drop_nulls(recipe, root)
-    tree, unsupported_notes, unsupported = drop_unsupported_keys(recipe.tree, kind)
-    problems += recipe.problems + unsupported
-    tree, weight_notes, weight_problems = expand_importance_sampling(tree)
+    expand_importance_sampling(recipe)
+    tree, unsupported_notes, problems = drop_unsupported_keys(recipe.tree, kind)
+    problems = recipe.problems + problems
     tree, translations = translate_values(tree)
     tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
     if kind == "rlvr" and value_at(tree, ENGINE_REWARD[0]) == ENGINE_REWARD[1]:
@@ -153,12 +152,12 @@ def build_config(
             given = config.tracker_kwargs[name]
             checked = converter.overlay(given, options(), f"tracker_kwargs.{name}")
             config.tracker_kwargs[name] = {key: getattr(checked, key) for key in given if hasattr(checked, key)}
-    problems += weight_problems + tracker_problems + role_problems
+    problems += tracker_problems + role_problems
     reasons = dict(unset)
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
     if problems:
         raise ConfigError(problems, source)
-    others = [*weight_notes, *translations, *tracker_notes, *role_notes]
+    others = [*translations, *tracker_notes, *role_notes]
     notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *others])
     given_notes = [(note.path, note.message) for note in notes]
     config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from roll.configs.compat import Tree
-from roll.configs.compat.apply import MIGRATION, SHORT_NAMES, migration, migration_of_last_part
+from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, SHORT_NAMES, migration, migration_of_last_part
 from roll.configs.compat.verl import VALUE_HINTS
 from roll.configs.errors import Problem
 from roll.configs.roles import ROLES, AbsentKey
@@ -109,7 +109,7 @@ class _Suggestions:
     def problems(self, path: str, section: type, value: Any) -> list[Problem]:
         """One problem; for a section of another framework, one for each of its keys."""
         names = declared(section)
-        known = self._certain(path, names)
+        known = "" if isinstance(value, Mapping) and path in SHORT_NAMES else self._certain(path, names)
         inner = list(leaves(value, path)) if isinstance(value, Mapping) else []
         if not known and self._are_of_another(inner, path, names):
             return [unknown(leaf, self._certain(leaf) or self._similar(leaf) or NOT_SIMILAR) for leaf in inner]
@@ -140,7 +140,10 @@ class _Suggestions:
         elsewhere = self._elsewhere(path)
         if not other and elsewhere:
             return f"this key belongs at {_best(path, elsewhere)}"
-        return other or self._of_another(path, migration_of_last_part(plain), names)
+        other = other or self._of_another(path, migration_of_last_part(plain), names)
+        if not other and self._is_foreign(path):
+            return f"docs/coming_from.md lists the keys of {path.partition('.')[0]} that are read"
+        return other
 
     def _of_another(self, path: str, keys: tuple[str, ...], names: Collection[str]) -> str:
         """Names `keys`, which another framework calls `path`; only those in the same section or role if any."""
@@ -148,9 +151,11 @@ class _Suggestions:
         inside = [f"{key}.{_leaf(_plain(path))}" for key in keys]
         keys = tuple(inner if inner in self._paths else key for key, inner in zip(keys, inside, strict=True))
         ours = [f"{head}.{_leaf(key)}" for key in keys if head and _leaf(key) in names]
+        keys = tuple(key for key in keys if role in ROLES or "<role>" not in key) or keys
+        keys = tuple(key.replace("<role>", role if role in ROLES else "actor_train") for key in keys)
         if role in ROLES:
-            keys = tuple(key.replace("<role>", role) for key in keys)
             ours = ours or [key for key in keys if key.startswith(f"{role}.")]
+        keys = tuple(key for key in keys if key in self._paths) or keys
         if not keys:
             return ""
         others = (
@@ -158,8 +163,19 @@ class _Suggestions:
         )
         owner = next((f", of pipeline {name}" for name in others), "")
         hint = VALUE_HINTS.get(_leaf(_plain(path)))
-        page = "" if _leaf(_plain(path)) in SHORT_NAMES else f" ({hint + '; ' if hint else ''}docs/coming_from.md)"
-        return f"here that is {' and '.join(ours or keys)}{owner}{page}"
+        page = "" if _leaf(_plain(path)) in SHORT_NAMES else "docs/coming_from.md"
+        explained = "; ".join(filter(None, (hint, page)))
+        found = " and ".join(dict.fromkeys(ours or keys))
+        return f"here that is {found}{owner}" + (f" ({explained})" if explained else "")
+
+    def _is_foreign(self, path: str) -> bool:
+        """Whether a path is in a section that only other frameworks have, where the same names mean other things."""
+        head, dot, _ = path.partition(".")
+        return (
+            bool(dot)
+            and head not in self._paths
+            and any(name.startswith(f"{head}.") for name in (*MIGRATION, *MOVED_KEYS))
+        )
 
     def _elsewhere(self, path: str) -> list[str]:
         """Known paths with the same last part."""
@@ -167,8 +183,10 @@ class _Suggestions:
         return [known for known in self._candidates(path) if _leaf(known) == leaf]
 
     def _candidates(self, path: str) -> list[str]:
-        """Known paths; for a path of a role without those of rewards."""
+        """Known paths that a path may mean; for a path of a role without those of rewards."""
         of_role = path.partition(".")[0] in ROLES
+        if self._is_foreign(path):
+            return []
         return [known for known in self._paths if not (of_role and known.startswith("rewards."))]
 
     def _guess(self, path: str, names: Collection[str]) -> str:

@@ -100,16 +100,20 @@ def test_samples_that_are_left_out_of_the_loss_do_not_count(options):
     assert torch.equal(among_all.kept & ~learned, batch["response_mask"] & ~learned)
 
 
-def test_normalised_weights_have_the_mean_1():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_have_the_mean_1_over_tokens_or_responses(level):
+    """Verl's normalisation: a weight of a response counts once, whatever its length; empty responses do not count."""
     batch = random_batch()
-    for level in ("token", "sequence"):
-        options = CorrectionOptions(WeightOptions(level, lower=0.5, upper=3.0, normalize=True))
-        arguments = (batch["log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
-        plain = off_policy_correction(*arguments)
-        weights, mask = batch_correction(plain, *arguments).weights, batch["response_mask"]
-        assert weights[mask].mean() == pytest.approx(1) and (weights[~mask] == 0).all()
-        ratios = weights[mask] / plain.weights[mask]
-        torch.testing.assert_close(ratios, ratios[:1].expand_as(ratios))
+    batch["response_mask"][0] = False
+    options = CorrectionOptions(WeightOptions(level, lower=0.5, upper=3.0, normalize=True))
+    arguments = (batch["log_probs"], batch["behavior_log_probs"], batch["response_mask"], options)
+    plain, mask = off_policy_correction(*arguments).weights, batch["response_mask"]
+    counted = (
+        plain[mask] if level == "token" else torch.stack([plain[row][mask[row]][0] for row in range(1, len(mask))])
+    )
+    found = batch_correction(off_policy_correction(*arguments), *arguments).weights
+    torch.testing.assert_close(found, plain / counted.mean())
+    assert len(set(mask.sum(-1).tolist())) > 2 and (found[~mask] == 0).all()
 
 
 def test_without_these_options_nothing_changes():

@@ -204,7 +204,7 @@ CORRECTION = (
 
 def test_rollout_correction_is_read_with_its_bounds_inverted(tmp_path: Path) -> None:
     text = f"{RLVR}{CORRECTION}rollout_rs_threshold: '0.5_4.0', bypass_mode: false}}}}\n"
-    config = rlvr(tmp_path, text=text)
+    config = rlvr(tmp_path, "loss_agg_mode=token-mean", text=text)
     weights, rejection = config.correction.weights, config.correction.rejection
     assert (weights.level, weights.lower, weights.upper) == ("token", 0, 3)
     assert (rejection.statistic, rejection.level, rejection.lower, rejection.upper) == ("k1", "token", 0.25, 2)
@@ -212,6 +212,17 @@ def test_rollout_correction_is_read_with_its_bounds_inverted(tmp_path: Path) -> 
     notes = [f"{path}: {message}" for path, message in config.source.notes]
     assert "algorithm.rollout_correction.bypass_mode: false is read as old_log_probs_source: recompute" in notes
     assert any(note.startswith("algorithm.rollout_correction.rollout_is: is read as correction: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "renormalize"),
+    [("token-mean", True), ("seq-mean-token-sum", False), ("seq-mean-token-sum-norm", False), (None, False)],
+)
+def test_the_denominator_after_a_rejection_is_that_of_verl(tmp_path: Path, mode: str | None, renormalize: bool) -> None:
+    given = ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=2", *([f"loss_agg_mode={mode}"] if mode else [])]
+    config = rlvr(tmp_path, *given)
+    assert config.correction.renormalize is renormalize
+    assert any("verl divides" in message for _, message in config.source.notes) is (mode is None)
 
 
 def test_batch_normalised_weights_are_read_and_recompute_log_probs(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import yaml
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
 from roll.configs.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_recipes import DPO_KEYS, READ_KEYS
-from roll.configs.compat.verl import read_rollout_correction
+from roll.configs.compat.verl import NAMES, VERL_KEYS
+from roll.configs.compat.verl_correction import read_rollout_correction
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import DPOConfig, RLVRConfig
 from roll.configs.schema import known_keys, value_at
@@ -53,7 +55,10 @@ def is_read(name: str) -> bool:
         return True
     keys = [key.path for cls in (RLVRConfig, AgenticConfig) for key in known_keys(cls)]
     own = {"worker_cls", *(path.rpartition(".")[2] for path in keys if not path.startswith("rewards."))}
-    moved = {*RENAMED_KEYS, *MOVED_KEYS, *(path.rpartition(".")[2] for path in MOVED_KEYS), WEIGHT_SWITCH, WEIGHT_RANGE}
+    others = MOVED_KEYS.keys() - VERL_KEYS.keys()
+    moved = {*RENAMED_KEYS, *others, *(path.rpartition(".")[2] for path in others), WEIGHT_SWITCH, WEIGHT_RANGE}
+    if any(f".{path}".endswith(f".{name}") for path in VERL_KEYS if not path.endswith(tuple(NAMES))):
+        return True
     return name in {*own, *moved, *READ_KEYS, *DPO_KEYS} or any(
         item.matches(path) for item in UNSUPPORTED_KEYS for path in (name, f"actor_train.{name}")
     )
@@ -84,16 +89,26 @@ def test_page_and_tables_agree() -> None:
         "--eps-clip=0.1": "--eps-clip: unknown key; here that is pg_clip_low",
         "max_tokens_per_gpu=1": "here that is actor_train.max_tokens_per_microbatch_in_train",
         "train_batch_size=1": "train_batch_size: unknown key; here that is rollout_batch_size",
-        "trainer.total_epochs=1": "trainer.total_epochs: unknown key; here that is max_steps (docs/coming_from.md)",
-        "trainer.val_before_train=true": "here that is eval_steps",
-        "num_train_epochs=3": "num_train_epochs: unknown key; here that is max_steps",
-        "actor_rollout_ref.actor.clip_ratio=0.2": "here that is pg_clip_low and pg_clip_high",
+        "num_train_epochs=3": "num_train_epochs: unknown key; here that is max_steps (epochs x rows of the data / rows",
+        "trainer.total_epochs=1": "trainer.total_epochs: unknown key; here that is max_steps (epochs x rows of",
+        "actor.clip_ratio=0.2": "here that is pg_clip_low and pg_clip_high",
+        "actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
+        "actor.policy_loss.loss_mode=vanilla": "pg_variant (vanilla there is ppo here; docs/coming",
+        "delta=4": "here that is dual_clip_loss and dual_clip_c",
+        "off_policy_mask_threshold=0.5": "here that is correction.opsm_delta",
+        "data.custom_cls.path=x": "data.custom_cls.path: unknown key; docs/coming_from.md lists the keys of data that",
+        "trainer.mode=x": "trainer.mode: unknown key; docs/coming_from.md lists the keys of trainer that are read",
+        "lr=1": "lr: unknown key; here that is actor_train.training_args.learning_rate",
+        "actor_train.training_args.lr=1": "here that is actor_train.training_args.learning_rate",
+        "critic.lr=1": "here that is critic.training_args.learning_rate",
+        "batch_size=8": "here that is rollout_batch_size and actor_train.training_args.per_device_train_batch_size",
+        "epochs=3": "epochs: unknown key; here that is max_steps (epochs x rows of the data / rows of a batch)",
+        "resume=true": "resume: unknown key; here that is resume_from_checkpoint",
+        "model=x": "model: unknown key; here that is pretrain",
+        "reference.model=x": "here that is reference.model_args.model_name_or_path",
         "reward_weights=[1,2]": "here that is rewards.<name>.weight",
-        "trainer.balance_batch=true": "unknown key; no key is similar; docs/configuration.md lists",
-        "actor_rollout_ref.actor.optim.lr=1": "here that is actor_train.training_args.learning_rate",
         "rollout.val_kwargs.top_p=1": "here that is validation.generating_args.top_p",
         "actor_rollout_ref.rollout.nnodes=1": "rollout.nnodes: unknown key; here that is actor_infer.device_mapping",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla": "pg_variant (vanilla there is ppo here; docs/coming",
         "rollout.val_kwargs.n=1": "here that is validation.generating_args (",
         "actor_infer.bf16=true": "here that is actor_infer.model_args.dtype",
     }.items(),
@@ -108,8 +123,11 @@ def test_every_row_has_three_cells() -> None:
 
 def test_every_moved_key_is_on_the_page() -> None:
     shown = {name for row in rows() for name in re.findall(r"`([^`]+)`", row[0])}
-    moved = {path.rpartition(".")[2] for path in MOVED_KEYS}
+    moved = {path.rpartition(".")[2] for path in MOVED_KEYS.keys() - VERL_KEYS.keys()}
     assert moved <= shown
+    ends = tuple(f".{name}" for name in shown)
+    single = [path for path in VERL_KEYS if ".megatron." not in path and ".val_kwargs." not in path]
+    assert len(single) > 50 and [path for path in single if not f".{path}".endswith(ends)] == []
     assert {"num_gpus_per_node", "batch_timeout", "batch_generation_interval"} <= shown & set(RENAMED_KEYS)
 
 
@@ -126,9 +144,10 @@ def test_the_rejections_of_the_page_are_those_that_a_file_in_verls_spelling_gets
     for given, ours in table:
         option, threshold = re.findall(r"`([^`]+)`", given)
         keys = {"rollout_rs": option, "rollout_rs_threshold": yaml.safe_load(threshold)}
-        read, _, problems = read_rollout_correction({"algorithm": {"rollout_correction": keys}})
-        assert not problems
-        assert read["correction"]["rejection"] == yaml.safe_load(ours.strip("`"))
+        recipe = Recipe({"algorithm": {"rollout_correction": keys}})
+        read_rollout_correction(recipe)
+        assert not recipe.problems
+        assert recipe.get("correction.rejection") == yaml.safe_load(ours.strip("`"))
 
 
 def test_no_unsupported_key_hides_a_key_that_exists() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from roll.configs.compat import (
     Tree,
     UnsupportedKey,
     async_trainers,
+    if_off,
     roll,
     set_at,
     slime,
@@ -23,12 +24,53 @@ from roll.configs.compat import (
     without,
 )
 from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.configs.compat.recipe import Recipe
+from roll.configs.compat.verl_correction import read_rollout_correction
+from roll.configs.compat.verl_files import place_pools, read_verl_file
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import SECTION, value_at
 
+EVERYDAY = {
+    "<role>.training_args.learning_rate": "lr",
+    "<role>.training_args.lr_scheduler_type": "scheduler lr_scheduler lr_schedule",
+    "<role>.training_args.warmup_steps": "warmup num_warmup_steps lr_warmup",
+    "max_steps": "epochs num_epochs n_epochs steps num_steps total_steps train_steps max_iters",
+    "rollout_batch_size actor_train.training_args.per_device_train_batch_size": "batch_size bs",
+    "<role>.training_args.per_device_train_batch_size": "micro_batch_size",
+    "<role>.training_args.gradient_accumulation_steps": "mini_batch_size grad_accum grad_accum_steps",
+    "num_return_sequences_in_group": "group_size num_samples n_samples rollout_n num_rollouts",
+    "kl_loss_coef init_kl_coef": "kl kl_coef kl_beta kl_coeff",
+    "response_length": "max_new_tokens max_tokens max_len max_response_len response_len max_gen_len",
+    "prompt_length": "max_prompt_len prompt_len",
+    "sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length context_length cutoff_len",
+    "actor_train.device_mapping actor_infer.device_mapping": "gpus num_gpus n_gpus ngpus gpu_ids devices num_devices",
+    "pretrain <role>.model_args.model_name_or_path": "model model_name_or_path model_path model_id base_model",
+    "actor_train.data_args.file_name": "data dataset dataset_name dataset_path data_path train_data train_file",
+    "validation.data_args.file_name": "val_data val_file eval_data eval_dataset eval_file test_file",
+    "<role>.model_args.dtype": "fp16 dtype torch_dtype precision mixed_precision",
+    "pg_clip_low pg_clip_high": "clip_eps clip_epsilon cliprange clip_range ppo_clip",
+    "max_grad_norm": "grad_clip clip_grad gradient_clipping max_norm",
+    "rewards.<name>.function": "reward_fn reward_func reward_function",
+    "adv_estimator actor_train.pg_variant": "algo algorithm rl_algorithm",
+    "actor_train.pg_variant": "loss loss_fn policy_loss",
+    "platform": "device accelerator",
+    "actor_train.strategy_args.strategy_config": "deepspeed fsdp megatron zero_stage",
+    "actor_infer.strategy_args.strategy_config": "vllm sglang",
+    "track_with": "logger tracker trackers wandb use_wandb",
+    "tracker_kwargs": "wandb_project project project_name",
+    "output_dir": "out_dir save_dir save_path",
+    "eval_steps": "eval_every eval_freq val_every",
+    "save_steps": "save_every checkpoint_every",
+    "logging_steps": "log_every log_interval",
+    "resume_from_checkpoint": "resume resume_from",
+    "async_generation_ratio": "staleness async_level off_policy_steps max_off_policy_steps",
+}
+"""Key or keys here -> everyday names of them."""
+
 SHORT_NAMES: Names = {
-    "tp_size": (f"{MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker"),
-    "pp_size": f"{MEGATRON}.pipeline_model_parallel_size",
+    **dict.fromkeys(("tp_size", "tp"), (f"{MEGATRON}.tensor_model_parallel_size", "actor_infer.num_gpus_per_worker")),
+    **dict.fromkeys(("pp_size", "pp"), f"{MEGATRON}.pipeline_model_parallel_size"),
+    **{name: tuple(ours.split()) for ours, names in EVERYDAY.items() for name in names.split()},
 }
 """Short names used by many frameworks."""
 
@@ -51,8 +93,18 @@ MOVED_VALUES = verl.MOVED_VALUES
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES, **roll.RENAMED_VALUES}
 """Key -> value in another framework -> value of this project with the same meaning."""
 
-UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (*verl.UNSUPPORTED_KEYS, *roll.UNSUPPORTED_KEYS)
+UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
+    *verl.UNSUPPORTED_KEYS,
+    *roll.UNSUPPORTED_KEYS,
+    *(
+        UnsupportedKey(name, if_off, "there is no LoRA")
+        for name in ("lora_*", "use_lora", "use_peft", "*.model.lora_*")
+    ),
+)
 """Keys without a counterpart; the first matching pattern applies."""
+
+OWN_NAME = "is read under its name here; keys left out have this project's defaults (docs/coming_from.md)"
+"""Remark on all keys of verl that only move, of which a file may have dozens."""
 
 STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
 """The role that learns from a teacher alone in recipes of ROLL, and the key whose default in ROLL is rlvr."""
@@ -112,6 +164,9 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         section = value_at(moved, head) if head else moved
         if not isinstance(section, Mapping) or key not in section:
             continue
+        if section[key] is None and path in verl.VERL_KEYS:  # as in a file that names every default of verl
+            moved = without(moved, path)
+            continue
         target_head, _, target_key = target.rpartition(".")
         target_section = value_at(moved, target_head) if target_head else moved
         given = target_section if isinstance(target_section, Mapping) else {}
@@ -141,11 +196,11 @@ def _with_sft_role(tree: Tree, source: str) -> Tree:
 
 
 def _moved_value(path: str, target: str, value: Any, source: str) -> tuple[Any, Problem]:
-    values = MOVED_VALUES.get(path)
-    if values is None:
-        return value, Problem(path, f"is read as {target}")
-    if not isinstance(value, bool):
+    values = MOVED_VALUES.get(path, {})
+    if True in values and not isinstance(value, bool):
         raise ConfigError([Problem(path, f"{value!r} is not true or false")], source)
+    if not isinstance(value, bool | str) or value not in values:
+        return value, Problem(path, OWN_NAME if path in verl.VERL_KEYS else f"is read as {target}")
     return values[value], Problem(path, f"{str(value).lower()} is read as {target}: {values[value]}")
 
 
@@ -208,7 +263,9 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
             None,
         )
         if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
-            kept[key], inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
+            inner, inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
+            if inner or not value:
+                kept[key] = inner
             notes += inner_notes
             problems += inner_problems
         elif unsupported is None:
@@ -222,58 +279,45 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     return kept, notes, problems
 
 
-def read_systems(
-    tree: Tree, pipeline: str, notes: Sequence[Problem], overridden: Collection[str]
-) -> tuple[Tree, list[Problem], list[Problem]]:
-    """The tree with the keys of other frameworks that concern several keys of this project, remarks, and problems.
+def read_systems(recipe: Recipe, pipeline: str, notes: Sequence[Problem]) -> None:
+    """Reads the keys of other frameworks that concern several keys of this project.
 
     Args:
-        tree: all files and overrides together, interpolated.
+        recipe: all files and overrides together, interpolated.
         pipeline: rlvr, agentic or sft.
         notes: remarks of `normalize_aliases`.
-        overridden: paths that the command line sets.
     """
-    tree, buffer_remarks, buffer_problems = async_trainers.read_buffer_size(tree, notes)
-    tree, pool_remarks, pool_problems = verl.place_pools(tree, pipeline, overridden)
-    tree, correction_remarks, correction_problems = verl.read_rollout_correction(tree)
-    remarks = buffer_remarks + pool_remarks + correction_remarks
-    return tree, remarks, buffer_problems + pool_problems + correction_problems
+    async_trainers.read_buffer_size(recipe, notes)
+    place_pools(recipe, pipeline)
+    read_rollout_correction(recipe)
+    read_verl_file(recipe)
 
 
-def expand_importance_sampling(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
-    """The tree with `importance_sampling` and its range as `correction.weights`, a remark on it, and problems.
+def expand_importance_sampling(recipe: Recipe) -> None:
+    """Reads `importance_sampling` and its range as `correction.weights`.
 
     Without a range the bounds are the defaults of `correction.weights`.
     """
-    rest = {key: value for key, value in tree.items() if key not in (WEIGHT_SWITCH, WEIGHT_RANGE)}
-    if WEIGHT_SWITCH not in tree and WEIGHT_RANGE not in tree:
-        return rest, [], []
-    problem = _importance_sampling_problem(tree)
-    if problem is not None:
-        return rest, [], [problem]
-    if not tree[WEIGHT_SWITCH]:
-        return rest, [Problem(WEIGHT_SWITCH, "false is the default and does not change correction.weights")], []
-    correction = tree.get("correction") or {}
-    if not isinstance(correction, dict):
-        return rest, [], []  # conversion reports the section
-    weights: Tree = {"level": "token", "mode": "clamp"}
-    if WEIGHT_RANGE in tree:
-        weights["lower"], weights["upper"] = tree[WEIGHT_RANGE]
-    shown = ", ".join(f"{key}: {value}" for key, value in weights.items())
-    rest["correction"] = {**correction, "weights": weights}
-    return rest, [Problem(WEIGHT_SWITCH, f"true is read as correction.weights {{{shown}}}")], []
-
-
-def _importance_sampling_problem(tree: Tree) -> Problem | None:
-    switch, correction = tree.get(WEIGHT_SWITCH, False), tree.get("correction")
-    if not isinstance(switch, bool):
-        return Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; use true")
-    if isinstance(correction, dict) and "weights" in correction and WEIGHT_SWITCH in tree:
-        return two_spellings(WEIGHT_SWITCH, "correction.weights")
-    if not switch:
-        return Problem(WEIGHT_RANGE, f"has no effect without {WEIGHT_SWITCH}: true") if WEIGHT_RANGE in tree else None
-    bounds = tree.get(WEIGHT_RANGE, [0, 1])
+    given = recipe.has(WEIGHT_SWITCH), recipe.has(WEIGHT_RANGE)
+    switch, bounds = recipe.take(WEIGHT_SWITCH, False), recipe.take(WEIGHT_RANGE, [0, 1])
+    if not any(given):
+        return
     numbers = isinstance(bounds, list) and all(type(item) in (int, float) for item in bounds)
-    if not numbers or len(bounds) != 2:
-        return Problem(WEIGHT_RANGE, f"{bounds!r} is not a lower and an upper bound; write [0.5, 2.0]")
-    return None
+    if not isinstance(switch, bool):
+        recipe.problems.append(Problem(WEIGHT_SWITCH, f"{switch!r} is not true or false; use true"))
+    elif given[0] and "weights" in recipe.section("correction"):
+        recipe.problems.append(two_spellings(WEIGHT_SWITCH, "correction.weights"))
+    elif not switch and given[1]:
+        recipe.problems.append(Problem(WEIGHT_RANGE, f"has no effect without {WEIGHT_SWITCH}: true"))
+    elif not switch:
+        recipe.note(WEIGHT_SWITCH, "false is the default and does not change correction.weights")
+    elif not numbers or len(bounds) != 2:
+        message = f"{bounds!r} is not a lower and an upper bound; write [0.5, 2.0]"
+        recipe.problems.append(Problem(WEIGHT_RANGE, message))
+    else:
+        weights: Tree = {"level": "token", "mode": "clamp"}
+        if given[1]:
+            weights["lower"], weights["upper"] = bounds
+        recipe.put("correction.weights", weights)
+        shown = ", ".join(f"{key}: {value}" for key, value in weights.items())
+        recipe.note(WEIGHT_SWITCH, f"true is read as correction.weights {{{shown}}}")

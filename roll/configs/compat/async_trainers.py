@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from roll.configs.compat import Tree, set_at, two_spellings, without
+from roll.configs.compat.recipe import Recipe
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import value_at
 
@@ -69,32 +70,27 @@ def read_trainer_type(tree: Mapping[str, object], source: str, notes: list[Probl
     return set_at(read, RATIO, 0)
 
 
-def read_buffer_size(tree: Tree, notes: Sequence[Problem]) -> tuple[Tree, list[Problem], list[Problem]]:
-    """All files and overrides together, where the smaller of `buffer_size` and `max_staleness` bounds generation.
+def read_buffer_size(recipe: Recipe, notes: Sequence[Problem]) -> None:
+    """Takes `trainer.type`; the smaller of `buffer_size` and `max_staleness` bounds generation.
 
     In those frameworks the buffer may admit samples that are too stale to use. In this project admission obeys the
     staleness limit, so no sample is.
 
     Args:
-        tree: in the spelling of this project.
+        recipe: all files and overrides together, in the spelling of this project.
         notes: remarks on the keys that were read so far.
-
-    Returns:
-        The tree without `trainer.type`, remarks and problems.
     """
-    kind = value_at(tree, KIND)
-    tree = tree if kind is None else without(tree, KIND)
-    ratio, allowed = tree.get(RATIO), value_at(tree, MAX_STALENESS)
+    kind, ratio, allowed = recipe.take(KIND), recipe.get(RATIO), recipe.get(MAX_STALENESS)
     spelling = next((note.path for note in notes if MOVED_KEYS.get(note.path) == MAX_STALENESS), None)
     if kind == "async" and ratio is None:
         message = f"async needs the batches that generation may run ahead: set {BLOCK}.buffer_size, such as 1"
-        return tree, [], [Problem(KIND, message)]
-    if kind == "async" and ratio == 0:
-        return tree, [Problem(KIND, f"async has no effect: {RATIO} is 0, so training is synchronous")], []
-    if spelling is None or not (_is_number(ratio) and _is_number(allowed)) or ratio <= allowed:
-        return tree, [], []
-    message = f"{allowed} is less than the {ratio} batches of buffer_size; the smaller applies: {RATIO}: {allowed}"
-    return set_at(tree, RATIO, allowed), [Problem(spelling, message)], []
+        recipe.problems.append(Problem(KIND, message))
+    elif kind == "async" and ratio == 0:
+        recipe.note(KIND, f"async has no effect: {RATIO} is 0, so training is synchronous")
+    elif spelling is not None and _is_number(ratio) and _is_number(allowed) and ratio > allowed:
+        recipe.put(RATIO, allowed)
+        message = f"{allowed} is less than the {ratio} batches of buffer_size; the smaller applies: {RATIO}: {allowed}"
+        recipe.note(spelling, message)
 
 
 def _is_number(value: object) -> bool:

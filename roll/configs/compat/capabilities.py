@@ -126,6 +126,26 @@ def _of_critic(key: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], F
     return find
 
 
+LORA_NAME = re.compile(r"(use_|enable_)?(q?lora|peft)(_\w+)?", re.IGNORECASE)
+"""Keys that turn LoRA on in any framework, or set its size."""
+
+
+def _adapters(recipe: Recipe) -> Found:
+    """Finds keys of LoRA that are on; beside a `lora_target` that is off the others have no effect."""
+
+    def walk(section: Mapping[str, Any], path: str) -> Found:
+        off = "lora_target" in section and not section["lora_target"]
+        for name, value in section.items():
+            if LORA_NAME.fullmatch(str(name)) and not off:
+                on = value.get("rank", value.get("r", True)) if isinstance(value, Mapping) else value
+                if on:
+                    yield f"{path}{name}", value
+            elif isinstance(value, Mapping) and name != "env_config":
+                yield from walk(value, f"{path}{name}.")
+
+    return walk(recipe.tree, "")
+
+
 CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
     "distillation from stored responses": _given("student", "kd_objective"),
     "distillation from the model itself": _given("opsd_mode"),
@@ -151,7 +171,7 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         _given("pretrain", accepts=_named(MOE_NAME)),
         _of_roles("model_args.model_name_or_path", _named(MOE_NAME)),
     ),
-    "LoRA": _any(_of_roles("model_args.lora_target", bool), _of_roles("model_args.adapter_name_or_path", bool)),
+    "LoRA": _any(_of_roles("model_args.adapter_name_or_path", bool), _adapters),
     "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", bool),
     "training in fp8": _option("fp8", bool),
     "context parallelism": _any(

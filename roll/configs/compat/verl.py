@@ -1,26 +1,10 @@
-"""Keys of verl and of its one-step-off trainer: tables, its numbers of devices, and its rollout correction."""
+"""Keys of verl: their names here, which of them only move, and which have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from roll.configs.compat import (
-    MEGATRON,
-    SAMPLING,
-    SGLANG,
-    TRAINING,
-    Names,
-    Tree,
-    UnsupportedKey,
-    always,
-    set_at,
-    two_spellings,
-    without,
-)
-from roll.configs.errors import Problem
-from roll.configs.parallel_layout import spans
-from roll.configs.schema import value_at
+from roll.configs.compat import MEGATRON, SAMPLING, SGLANG, TRAINING, Names, UnsupportedKey, always, if_off
 
 NAMES: Names = {
     "data.train_files": "actor_train.data_args.file_name",
@@ -100,7 +84,6 @@ NAMES: Names = {
     ),
     "trainer.total_training_steps": "max_steps",
     "trainer.total_epochs": "max_steps",
-    "trainer.val_before_train": "eval_steps",
     "trainer.save_freq": "save_steps",
     "trainer.test_freq": "eval_steps",
     "trainer.default_local_dir": "output_dir",
@@ -113,10 +96,72 @@ NAMES: Names = {
     "partial_rollout": "in_flight_policy",
     "require_batches": "rollout_batch_size",
     "trigger_parameter_sync_step": "rollout_batch_size",
+    "total_rollout_steps": "max_steps",
 }
 
-VALUE_HINTS = {"loss_mode": "vanilla there is ppo here"}
-"""Last part of a name in `NAMES` -> which of its values has another name in this project."""
+EPOCHS = "epochs x rows of the data / rows of a batch"
+
+VALUE_HINTS = {
+    "loss_mode": "vanilla there is ppo here",
+    "use_opsm": "against the engine's log-probs: 1e-2 or more in half precision",
+    "loss_type": "cispo is a pg_variant, and cispo_epsilon_high is epsilon_high - 1",
+    **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs", "num_epochs", "n_epochs"), EPOCHS),
+}
+"""Last part of a name in `NAMES` -> which of its values has another name in this project, or how it is computed."""
+
+ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
+
+CONVERTED = """
+require_batches trigger_parameter_sync_step total_rollout_steps partial_rollout wait_prev_gen rollout.val_kwargs.*
+trainer.nnodes trainer.n_gpus_per_node rollout.nnodes rollout.n_gpus_per_node trainer.total_epochs trainer.resume_mode
+actor.ppo_mini_batch_size critic.ppo_mini_batch_size actor.clip_ratio_c
+reward_model.model.path reward_model.overlong_buffer.len reward_model.overlong_buffer.penalty_factor
+algorithm.rollout_correction.rollout_is rollout_is_threshold algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights
+custom_reward_function.path custom_reward_function.name
+""".split()
+"""Names whose values mean something else here; functions read them, or they are refused."""
+
+LAYOUT = "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size " \
+         "context_parallel_size expert_model_parallel_size sequence_parallel"  # fmt: skip
+
+SCHEDULE = {
+    "lr_warmup_steps": "warmup_steps",
+    "lr_warmup_steps_ratio": "warmup_ratio",
+    "weight_decay": "weight_decay",
+    **dict.fromkeys(("lr_scheduler_type", "lr_decay_style", "warmup_style"), "lr_scheduler_type"),
+}
+"""Key of verl's optimizers -> key of `training_args`."""
+
+SAMPLES = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "n": "num_return_sequences"}
+
+
+def _full(name: str) -> str:
+    """The path of a name of `NAMES` in a file of verl."""
+    return f"actor_rollout_ref.{name}" if name.startswith(("actor.", "rollout.", "model.")) else name
+
+
+VERL_KEYS = {
+    **{_full(name): ours for name, ours in NAMES.items() if isinstance(ours, str) and name not in CONVERTED},
+    **{f"{ACTOR}.megatron.{name}": f"{MEGATRON}.{name}" for name in LAYOUT.split()},
+    **{f"{REF}.megatron.{name}": f"reference.strategy_args.strategy_config.{name}" for name in LAYOUT.split()},
+    **{f"{ACTOR}.optim.{name}": f"{TRAINING}.{ours}" for name, ours in SCHEDULE.items()},
+    **{f"critic.optim.{name}": f"critic.training_args.{ours}" for name, ours in SCHEDULE.items()},
+    **{f"{ROLLOUT}.val_kwargs.{name}": f"validation.generating_args.{ours}" for name, ours in SAMPLES.items()},
+    f"{ROLLOUT}.free_cache_engine": "is_offload_states",
+    f"{MODEL}.enable_gradient_checkpointing": f"{MEGATRON}.recompute_granularity",
+    f"{ACTOR}.megatron.override_transformer_config.recompute_granularity": f"{MEGATRON}.recompute_granularity",
+    f"{ACTOR}.megatron.override_transformer_config.recompute_method": f"{MEGATRON}.recompute_method",
+    f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers": f"{MEGATRON}.recompute_num_layers",
+    f"{ACTOR}.optim.clip_grad": "max_grad_norm",
+    "data.prompt_key": "actor_train.data_args.prompt",
+    "data.seed": "seed",
+    "algorithm.gamma": "gamma",
+    "trainer.device": "platform",
+    "trainer.max_actor_ckpt_to_keep": "max_ckpt_to_keep",
+    "rollout.test_freq": "eval_steps",
+    "async_training.compute_prox_log_prob": "old_log_probs_source",
+}  # fmt: skip
+"""Path in a file of verl -> key here with the same values, but for those of `MOVED_VALUES`."""
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -125,9 +170,15 @@ BYPASS = ("bypass_mode", f"{CORRECTION}.bypass_mode")
 MOVED_KEYS = {
     **dict.fromkeys(BYPASS, "old_log_probs_source"),
     **dict.fromkeys(("free_cache_engine", "actor_infer.free_cache_engine"), "is_offload_states"),
+    **VERL_KEYS,
 }
 
-MOVED_VALUES: dict[str, dict[bool, str]] = {name: {True: "behavior", False: "recompute"} for name in BYPASS}
+MOVED_VALUES: dict[str, dict[Any, Any]] = {
+    **{name: {True: "behavior", False: "recompute"} for name in BYPASS},
+    "async_training.compute_prox_log_prob": {True: "recompute", False: "behavior"},
+    f"{MODEL}.enable_gradient_checkpointing": {True: "full", False: None},
+    f"{ACTOR}.policy_loss.loss_mode": {"vanilla": "ppo"},
+}
 
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
@@ -139,255 +190,66 @@ ESTIMATOR_NAMES = {
 
 RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES, "adv_estimator": ESTIMATOR_NAMES}
 
+NO_EFFECT = {
+    "Megatron trains, and FSDP is not here": """actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config
+        critic.strategy critic.model.fsdp_config critic.fsdp_config""",
+    "context parallelism is not here; tensor_model_parallel_size divides the model among devices": """
+        actor_rollout_ref.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size""",
+    "is_offload_states moves the states of roles that share devices": """
+        *.*.megatron.*_offload critic.megatron.*_offload""",
+    "weights are converted without it": "*.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*",
+    "log-probs are computed in the micro-batches of training": "*.rollout.log_prob_* *.ref.log_prob_*",
+    "engines are SGLang's servers": "*.rollout.name *.rollout.mode *.rollout.agent *.rollout.engine_kwargs",
+    "engines get the weights of the trainer": "*.rollout.load_format *.rollout.layered_summon",
+    "engines keep SGLang's defaults; actor_infer.strategy_args.strategy_config has its options": """
+        *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens *.rollout.enforce_eager *.rollout.dtype
+        *.rollout.max_model_len *.rollout.enable_prefix_caching *.rollout.disable_log_stats""",
+    "prompt_length and response_length are the lengths": """*.rollout.prompt_length *.rollout.response_length
+        *.reward_kwargs.max_resp_len""",
+    "prompts longer than prompt_length are left out, never cut": "data.truncation data.filter_overlong_prompts*",
+    "prompts are submitted one by one, and query_filter_config replaces dropped groups": "data.gen_batch_size",
+    "prompts are read in one way": "data.return_* data.dataloader_num_workers",
+    "the model's config.json is used as it is; change it there": "*.model.override_config *.model.external_lib",
+    "Megatron's kernels are used": """*.model.use_liger *.model.use_fused_kernels *.model.use_shm
+        *.actor.entropy_from_* *.actor.entropy_checkpointing
+        actor_rollout_ref.*.use_torch_compile *.actor.use_fused_kernels *.model.enable_activation_offload""",
+    "max_steps is the length of the schedule": "*.actor.optim.total_training_steps critic.optim.total_training_steps",
+    "max_grad_norm is a key of the run": "critic.optim.clip_grad critic.grad_clip",
+    "rewards are functions": "reward.reward_manager reward_model.reward_manager reward_model.enable",
+    "validation runs before step 1 where eval_steps is above 0": "trainer.val_before_train",
+    "old_log_probs_source says whether the log-probs of engines are used": "*.use_rollout_* *.*.use_rollout_*",
+    "weights are sent in buckets of model_update_buffer_size_mb": "*.checkpoint_engine *.*.checkpoint_engine",
+    "engines validate": "async_training.use_trainer_do_validate async_training.parallel_validate_and_rollout",
+    "batches are always balanced": "trainer.balance_batch",
+    "every wait has a deadline": "trainer.ray_wait_* actor_rollout_ref.nccl_timeout",
+    "rollout_dump_dir has samples of every step": "trainer.log_val_generations trainer.rollout_data_dir",
+    "equal device mappings share devices; one step off is async_generation_ratio: 1": "hybrid_engine *.hybrid_engine",
+}  # fmt: skip
+"""Why keys have no effect, whatever their values -> their patterns."""
+
+
+def _disabled(section: Any) -> bool:
+    return not (isinstance(section, dict) and section.get("enable"))
+
+
 UNSUPPORTED_KEYS = (
     *(
-        UnsupportedKey(pattern, bool, "engines always return log-probs; whether they are used: old_log_probs_source")
-        for pattern in ("calculate_log_probs", "*.calculate_log_probs")
+        UnsupportedKey(pattern, always, reason)
+        for reason, patterns in NO_EFFECT.items()
+        for pattern in patterns.split()
     ),
     *(
-        UnsupportedKey(pattern, bool, "sums of squared probabilities are computed where adv_estimator reads them")
-        for pattern in ("calculate_sum_pi_squared", "*.calculate_sum_pi_squared")
-    ),
-    *(
-        UnsupportedKey(pattern, always, "equal device mappings share devices, disjoint ones do not")
-        for pattern in ("hybrid_engine", "*.hybrid_engine")
-    ),
-)
-
-POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
-"""Section with `nnodes` and `n_gpus_per_node` -> the role that owns these devices."""
-
-COUNTS = {"nnodes": 1, "n_gpus_per_node": 8}
-"""Keys of a pool and verl's defaults."""
-
-DEVICES_PER_NODE = 8
-"""Devices of a node that two pools may share, where `num_devices_per_node` does not say it."""
-
-
-def place_pools(tree: Tree, pipeline: str, overridden: Collection[str]) -> tuple[Tree, list[Problem], list[Problem]]:
-    """All files and overrides together, with the numbers of nodes and devices of the pools as device mappings.
-
-    Training has the first devices of its nodes. Generation has the next ones of the same nodes if a node holds both
-    pools, else nodes of its own. Without `rollout`, both roles share the devices of `trainer`.
-
-    Args:
-        tree: the configuration.
-        pipeline: sft has no generation.
-        overridden: paths that the command line sets; a device mapping among them replaces the numbers of its pool.
-
-    Returns:
-        The tree, remarks and problems.
-    """
-    paths = [f"{pool}.{key}" for pool in POOLS for key in COUNTS if value_at(tree, f"{pool}.{key}") is not None]
-    if not paths:
-        return tree, [], []
-    values = {path: value_at(tree, path) for path in paths}
-    for path in paths:
-        tree = without(tree, path)
-    if not values.get("rollout.nnodes", 1):  # colocated
-        values = {path: value for path, value in values.items() if not path.startswith("rollout.")}
-    node = tree.get("num_devices_per_node")
-    problems = [Problem(path, f"{n!r} is not a whole number of at least 1") for path, n in values.items() if _bad(n)]
-    if problems or (node is not None and _bad(node)):  # conversion reports the latter
-        return tree, [], problems
-    if not values:
-        return tree, [Problem(path, "has no effect: there is no pool of its own") for path in paths], []
-    sizes = {
-        pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
-        for pool in POOLS
-        if any(path.startswith(f"{pool}.") for path in values)
-    }
-    if "trainer" not in sizes:
-        missing = "needs trainer.nnodes and trainer.n_gpus_per_node too; or write actor_infer.device_mapping"
-        return tree, [], [Problem(next(iter(values)), missing)]
-    for pool, (_, devices) in sizes.items():
-        if node is not None and devices > node:
-            message = f"{devices} devices are more than num_devices_per_node {node}; use at most that"
-            return tree, [], [Problem(f"{pool}.n_gpus_per_node", message)]
-    mappings, per_node = _mappings(sizes, node)
-    if pipeline == "sft":
-        del mappings["actor_infer"]
-    return _with_mappings(tree, sizes, mappings, per_node, overridden)
-
-
-def _bad(value: Any) -> bool:
-    return not isinstance(value, int) or isinstance(value, bool) or value < 1
-
-
-def _mappings(sizes: dict[str, tuple[int, int]], node: int | None) -> tuple[dict[str, list[int]], int]:
-    """Device mapping of each role, and devices per node, which is the number used unless it is given."""
-    nodes, devices = sizes["trainer"]
-    other_nodes, others = sizes.get("rollout", (0, 0))
-    together = devices + others <= (node or DEVICES_PER_NODE)
-    per_node = node or (devices + others if together else max(devices, others))
-    first_node, first_device = (0, devices) if together else (nodes, 0)
-    training = [n * per_node + device for n in range(nodes) for device in range(devices)]
-    start = first_node * per_node + first_device
-    generation = [start + n * per_node + device for n in range(other_nodes) for device in range(others)]
-    return {"actor_train": training, "actor_infer": generation or training}, per_node
-
-
-def _with_mappings(
-    tree: Tree,
-    sizes: dict[str, tuple[int, int]],
-    mappings: dict[str, list[int]],
-    per_node: int,
-    overridden: Collection[str],
-) -> tuple[Tree, list[Problem], list[Problem]]:
-    given = tree.get("num_devices_per_node") is not None
-    tree = set_at(tree, "num_devices_per_node", per_node)
-    if tree.get("use_kl_loss") or tree.get("add_token_level_kl"):
-        mappings["reference"] = mappings["actor_train"]
-    notes, problems = [], []
-    for role, mapping in mappings.items():
-        path, pool = f"{role}.device_mapping", "rollout" if role == "actor_infer" and "rollout" in sizes else "trainer"
-        nodes, devices = sizes[pool]
-        numbers = f"{nodes} x {devices} devices"
-        if value_at(tree, path) is None and isinstance(tree.get(role) or {}, dict):
-            tree = set_at(tree, path, mapping)
-            notes.append(Problem(f"{pool}.n_gpus_per_node", f"{numbers} are read as {path}: {spans(mapping)}"))
-        elif path in overridden:
-            notes.append(Problem(f"{pool}.n_gpus_per_node", f"{numbers} have no effect: {path} is given"))
-        elif POOLS[pool] == role:
-            problems.append(two_spellings(f"{pool}.n_gpus_per_node", path))
-    if not given:
-        apart = "rollout" in sizes and per_node < sizes["trainer"][1] + sizes["rollout"][1]
-        hint = "; if one node holds both pools, set it to its number of devices" if apart else ""
-        notes.append(Problem("num_devices_per_node", f"is not given: {per_node} is assumed{hint}"))
-    return tree, notes, problems
-
-
-REJECTION_LEVELS = {"token": "token", "seq_mean": "sequence-mean", "seq_sum": "sequence-sum", "seq_max": "sequence-max"}
-"""First part of an option of `rollout_rs` -> `correction.rejection.level`; the last part is the statistic."""
-
-EARLIER_REJECTION = {"token": "token", "sequence": "sequence-sum", "geometric": "sequence-mean"}
-"""`rollout_rs` of verl before it had statistics -> level, with k1; its bounds are those of the ratio."""
-
-
-UNSUPPORTED_CORRECTION = ((f"{CORRECTION}.loss_type", "ppo_clip", "for reinforce write actor_train.pg_variant: tis"),)
-"""Keys without a counterpart, the value that describes what this project does, and the alternative."""
-
-
-def read_rollout_correction(tree: Tree) -> tuple[Tree, list[Problem], list[Problem]]:
-    """All files and overrides together, with `algorithm.rollout_correction` as `correction`; remarks and problems.
-
-    Its k1 is the negative log ratio, so its bounds `a_b` are those of 1 / ratio; the bounds of the ratio
-    are 1 / b and 1 / a. A single bound u of k1 means 1 / u to u in verl. Tokens that verl rejects leave the denominator
-    of the loss as well.
-    """
-    names = (
-        "rollout_is",
-        "rollout_is_threshold",
-        "rollout_is_batch_normalize",
-        "rollout_rs",
-        "rollout_rs_threshold",
-        "rollout_rs_threshold_lower",
-    )
-    sections = (f"{CORRECTION}.", "rollout_correction.", "")
-    found = [(section + name, name) for section in sections for name in names if _has(tree, section + name)]
-    for path, usual, reason in UNSUPPORTED_CORRECTION:
-        if _has(tree, path) and value_at(tree, path) != usual:
-            return tree, [], [Problem(path, f"{value_at(tree, path)} is not available: {reason}")]
-        tree = without(tree, path) if _has(tree, path) else tree
-    given: dict[str, Any] = {}
-    for path, name in found:
-        given[name] = value_at(tree, path)
-        tree = without(tree, path)
-    level, option = given.get("rollout_is"), given.get("rollout_rs")
-    if level is None and option is None:
-        return tree, [Problem(path, "has no effect: rollout_is and rollout_rs are null") for path, _ in found], []
-    where = next(path for path, name in found if given[name] is not None and name in ("rollout_is", "rollout_rs"))
-    if any(value_at(tree, f"correction.{name}") is not None for name in ("weights", "rejection", "rejections")):
-        return tree, [], [two_spellings(where, "correction")]
-    correction = tree.get("correction") or {}
-    if not isinstance(correction, dict):
-        return tree, [], []  # conversion reports the section
-    correction = dict(correction)
-    try:
-        if level is not None:
-            correction["weights"] = _weights(level, given.get("rollout_is_threshold"))
-            if given.get("rollout_is_batch_normalize"):
-                correction["weights"]["normalize"] = True
-        if option is not None:
-            first, *further = _rejections(option, given)
-            correction["rejection"] = first
-            if further:
-                correction["rejections"] = {str(number): each for number, each in enumerate(further, start=2)}
-            if tree.get("old_log_probs_source") != "behavior":
-                correction.setdefault("renormalize", True)
-    except ValueError as error:
-        return tree, [], [Problem(where, str(error))]
-    return set_at(tree, "correction", correction), [Problem(where, f"is read as correction: {_shown(correction)}")], []
-
-
-def _has(tree: Tree, path: str) -> bool:
-    head, _, name = path.rpartition(".")
-    section = value_at(tree, head) if head else tree
-    return isinstance(section, dict) and name in section
-
-
-def _weights(level: Any, threshold: Any) -> Tree:
-    if level not in ("token", "sequence"):
-        raise ValueError(f"rollout_is {level!r} is not token, sequence or null")
-    return {"level": level, "upper": 2.0 if threshold is None else _positive(threshold, "rollout_is_threshold")}
-
-
-def _rejections(option: Any, given: Tree) -> list[Tree]:
-    """The rejections of an option, which may list several with commas, with a threshold for each or one for all.
-
-    Raises:
-        ValueError: one is unknown, or has no bound.
-    """
-    threshold, lower = given.get("rollout_rs_threshold"), given.get("rollout_rs_threshold_lower")
-    if threshold is None:
-        raise ValueError(f"rollout_rs {option} needs rollout_rs_threshold")
-    if not isinstance(option, str):
-        raise ValueError(f"rollout_rs {option!r} is not text, such as token_k1")
-    options, thresholds = option.split(","), threshold.split(",") if isinstance(threshold, str) else [threshold]
-    if len(thresholds) not in (1, len(options)):
-        raise ValueError(
-            f"rollout_rs {option!r} has {len(options)} options, but rollout_rs_threshold {threshold!r} has "
-            f"{len(thresholds)} values; give one for each, or one for all"
+        UnsupportedKey(f"{sections}{name}", bool, reason)
+        for name, reason in (
+            ("calculate_log_probs", "engines always return log-probs; whether they are used: old_log_probs_source"),
+            ("calculate_sum_pi_squared", "sums of squared probabilities are computed where adv_estimator reads them"),
         )
-    thresholds *= len(options) // len(thresholds)
-    return [_rejection(name.strip(), bound, lower) for name, bound in zip(options, thresholds, strict=True)]
-
-
-def _rejection(option: str, threshold: Any, lower: Any) -> Tree:
-    """The rejection of one option.
-
-    Raises:
-        ValueError: it is unknown, or its bound is not a number.
-    """
-    if option in EARLIER_REJECTION:
-        upper = _positive(threshold, "rollout_rs_threshold")
-        least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
-        return {"statistic": "k1", "level": EARLIER_REJECTION[option], "lower": least, "upper": upper}
-    level, _, statistic = option.rpartition("_")
-    if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
-        known = ", ".join(f"{name}_k1" for name in REJECTION_LEVELS)
-        raise ValueError(f"rollout_rs {option!r} is unknown; use {known}, or the same with k2 or k3")
-    rejection: Tree = {"statistic": statistic, "level": REJECTION_LEVELS[level]}
-    if statistic != "k1":
-        return rejection | {"upper": _positive(threshold, "rollout_rs_threshold")}
-    first, found, second = str(threshold).partition("_")
-    high = _positive(second if found else first, "rollout_rs_threshold")
-    low = _positive(first, "rollout_rs_threshold") if found else 1 / high
-    return rejection | {"lower": 1 / high, "upper": 1 / low}
-
-
-def _positive(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if isinstance(value, bool) or not number > 0:
-        raise ValueError(f"{name} {value!r} is not a number above 0, or two of them such as 0.5_2.0 for k1")
-    return number
-
-
-def _shown(value: Any) -> str:
-    """A section on one line, with numbers of four digits."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+        for sections in ("", "*.", "*.*.")
+    ),
+    UnsupportedKey(f"{ROLLOUT}.multi_turn", _disabled, "turns are those of an environment, in pipeline: agentic"),
+    UnsupportedKey(f"{ROLLOUT}.do_sample", bool, "write actor_infer.generating_args.temperature"),
+    UnsupportedKey("algorithm.filter_groups", _disabled, "write rewards.<name>.query_filter_config"),
+    UnsupportedKey("algorithm.kl_ctrl.type", lambda value: value == "fixed", "write target_kl and kl_horizon"),
+    UnsupportedKey("algorithm.use_pf_ppo", if_off, "samples are not weighted by their scores"),
+)
+"""Keys without a counterpart."""

@@ -13,6 +13,9 @@ from roll.configs.roles import LONGEST_SAMPLING_MASK
 from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
+OPSM_NOISE = 1e-2
+"""In half precision log-probs differ by up to 0.05 nats a token; a smaller mean over a response says nothing."""
+
 LOWEST_TEMPERATURE = 1e-3
 """Lowest sampling temperature of samples that are trained on; logits divided by less overflow."""
 
@@ -208,9 +211,21 @@ def check_policy(config: RLConfig, report: Report) -> None:
             "true needs to know the kept tokens before the loss is computed, and those of opsm_delta depend on the "
             "current policy; leave one of them out",
         )
+    _check_opsm(config, report)
     _check_counted_once(config, report)
     if config.async_generation_ratio > 0:
         _check_corrected(config, report)
+
+
+def _check_opsm(config: RLConfig, report: Report) -> None:
+    delta = config.correction.opsm_delta
+    in_fp32 = config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype == "fp32"
+    if delta is not None and delta < OPSM_NOISE and not in_fp32:
+        report.warn(
+            "correction.opsm_delta",
+            f"{delta:g} is below the noise between engine and trainer in half precision, so negative responses are "
+            f"left out at random; use {OPSM_NOISE:g} or more",
+        )
 
 
 def _check_base(config: RLConfig, report: Report) -> None:

@@ -1,0 +1,253 @@
+"""Reads files of verl: the devices of its pools, its numbers of prompts, and its switches."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, TypeGuard
+
+from roll.configs.compat import two_spellings
+from roll.configs.compat.recipe import Recipe
+from roll.configs.compat.verl import ACTOR, LAYOUT, ROLLOUT
+from roll.configs.errors import Problem
+from roll.configs.parallel_layout import parse_device_mapping, spans
+
+POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
+"""Section with `nnodes` and `n_gpus_per_node` -> the role that owns these devices."""
+
+COUNTS = {"nnodes": 1, "n_gpus_per_node": 8}
+"""Keys of a pool and verl's defaults."""
+
+DEVICES_PER_NODE = 8
+"""Devices of a node that two pools may share, where `num_devices_per_node` does not say it."""
+
+NO_NUMBER = "a whole number of at least 1"
+
+INTERVALS = ("save_steps", "eval_steps", "actor_train.training_args.warmup_steps", "critic.training_args.warmup_steps")
+"""Keys whose negative values mean never, or none, in verl."""
+
+OVERLONG_BUFFERS = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
+)
+
+
+def place_pools(recipe: Recipe, pipeline: str) -> None:
+    """Reads the numbers of nodes and devices of the pools as device mappings.
+
+    Training has the first devices of its nodes. Generation has the next ones of the same nodes if a node holds both
+    pools, else nodes of its own. Without `rollout`, both roles share the devices of `trainer`. `pipeline: sft` has no
+    generation. A device mapping of the command line replaces the numbers of its pool.
+    """
+    paths = [f"{pool}.{key}" for pool in POOLS for key in COUNTS if recipe.has(f"{pool}.{key}")]
+    values = {path: value for path in paths if (value := recipe.take(path)) is not None}
+    if not values:
+        return
+    if not values.get("rollout.nnodes", 1):  # colocated
+        values = {path: value for path, value in values.items() if not path.startswith("rollout.")}
+    wrong = [path for path, value in values.items() if not _is_count(value)]
+    for path in wrong:
+        recipe.refuse(path, values[path], NO_NUMBER)
+    node = recipe.get("num_devices_per_node")
+    if wrong or (node is not None and not _is_count(node)):  # conversion reports the latter
+        return
+    if not values:
+        for path in paths:
+            recipe.note(path, "has no effect: there is no pool of its own")
+        return
+    sizes = {
+        pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
+        for pool in POOLS
+        if any(path.startswith(f"{pool}.") for path in values)
+    }
+    if "trainer" not in sizes:
+        missing = "needs trainer.nnodes and trainer.n_gpus_per_node too; or write actor_infer.device_mapping"
+        recipe.problems.append(Problem(next(iter(values)), missing))
+        return
+    for pool, (_, devices) in sizes.items():
+        if node is not None and devices > node:
+            message = f"{devices} devices are more than num_devices_per_node {node}; use at most that"
+            recipe.problems.append(Problem(f"{pool}.n_gpus_per_node", message))
+            return
+    mappings, per_node = _mappings(sizes, node)
+    if pipeline == "sft":
+        del mappings["actor_infer"]
+    _put_mappings(recipe, sizes, mappings, per_node)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 1
+
+
+def _mappings(sizes: dict[str, tuple[int, int]], node: int | None) -> tuple[dict[str, list[int]], int]:
+    """Device mapping of each role, and devices per node, which is the number used unless it is given."""
+    nodes, devices = sizes["trainer"]
+    other_nodes, others = sizes.get("rollout", (0, 0))
+    together = devices + others <= (node or DEVICES_PER_NODE)
+    per_node = node or (devices + others if together else max(devices, others))
+    first_node, first_device = (0, devices) if together else (nodes, 0)
+    training = [n * per_node + device for n in range(nodes) for device in range(devices)]
+    start = first_node * per_node + first_device
+    generation = [start + n * per_node + device for n in range(other_nodes) for device in range(others)]
+    return {"actor_train": training, "actor_infer": generation or training}, per_node
+
+
+def _put_mappings(
+    recipe: Recipe, sizes: dict[str, tuple[int, int]], mappings: dict[str, list[int]], per_node: int
+) -> None:
+    if recipe.get("use_kl_loss") or recipe.get("add_token_level_kl"):
+        mappings["reference"] = mappings["actor_train"]
+    if recipe.get("adv_estimator") == "gae":
+        mappings["critic"] = mappings["actor_train"]
+    for role, mapping in mappings.items():
+        path, pool = f"{role}.device_mapping", "rollout" if role == "actor_infer" and "rollout" in sizes else "trainer"
+        nodes, devices = sizes[pool]
+        where, numbers = f"{pool}.n_gpus_per_node", f"{nodes} x {devices} devices"
+        if recipe.get(path) is None:
+            recipe.put(path, mapping)
+            recipe.note(where, f"{numbers} are read as {path}: {spans(mapping)}")
+        elif path in recipe.overridden:
+            recipe.note(where, f"{numbers} have no effect: {path} is given")
+        elif POOLS[pool] == role:
+            recipe.problems.append(two_spellings(where, path))
+    if recipe.get("num_devices_per_node") is None:
+        recipe.put("num_devices_per_node", per_node)
+        apart = "rollout" in sizes and per_node < sizes["trainer"][1] + sizes["rollout"][1]
+        hint = "; if one node holds both pools, set it to its number of devices" if apart else ""
+        recipe.note("num_devices_per_node", f"is not given: {per_node} is assumed{hint}")
+
+
+def read_verl_file(recipe: Recipe) -> None:
+    """Converts the keys of verl that need other keys of the file: its switches, and its numbers of prompts."""
+    _read_switches(recipe)
+    _read_overlong_buffer(recipe)
+    actor = _given(recipe, "ppo_mini_batch_size", f"{ACTOR}.", "actor.", "")
+    _read_updates(recipe, actor)
+    for role, path in (("actor_train", actor), ("critic", "critic.ppo_mini_batch_size")):
+        prompts = _take_count(recipe, path)
+        if prompts is not None:
+            _read_mini_batch(recipe, role, path, prompts)
+    if recipe.has("max_steps"):
+        for path in ("trainer.total_epochs", "rollout.total_epochs"):
+            recipe.drop(path, f"max_steps is {recipe.get('max_steps')}")
+
+
+def _read_switches(recipe: Recipe) -> None:
+    """Values that mean off, trackers, resuming and clips."""
+    for path in INTERVALS:
+        steps = recipe.get(path)
+        if isinstance(steps, int) and steps < 0:
+            recipe.put(path, 0)
+            recipe.note(path, f"{steps} is read as 0")
+    trackers = recipe.get("track_with")
+    if isinstance(trackers, list) and "console" in trackers:
+        recipe.put("track_with", ["stdout" if name == "console" else name for name in trackers])
+        recipe.note("track_with", "console is read as stdout")
+    project = recipe.take("trainer.project_name")
+    if project is not None and isinstance(trackers, list) and "wandb" in trackers:
+        recipe.put_new("tracker_kwargs.wandb.project", project)
+    mode, folder = recipe.take("trainer.resume_mode"), recipe.take("trainer.resume_from_path")
+    if mode is not None:
+        resumed = {"auto": True, "disable": False, "resume_path": folder}.get(mode, mode)
+        _put(recipe, "trainer.resume_mode", "resume_from_checkpoint", resumed)
+    clip = recipe.take(f"{ACTOR}.clip_ratio")
+    for ours in ("pg_clip_low", "pg_clip_high"):
+        if clip is not None and recipe.put_new(ours, clip):
+            recipe.note(f"{ACTOR}.clip_ratio", f"is read as {ours}")
+    dual_clip = recipe.take(f"{ACTOR}.clip_ratio_c")
+    if dual_clip is not None and recipe.put_new("dual_clip_loss", True):
+        _put(recipe, f"{ACTOR}.clip_ratio_c", "dual_clip_c", dual_clip, " with dual_clip_loss: true")
+    if recipe.take(f"{ROLLOUT}.val_kwargs.do_sample") is False:
+        recipe.put("validation.generating_args.temperature", 0)
+
+
+def _read_overlong_buffer(recipe: Recipe) -> None:
+    for path in OVERLONG_BUFFERS:
+        buffer = recipe.take(path)
+        if isinstance(buffer, dict) and buffer.get("enable", True) and buffer.get("len"):
+            _put(recipe, f"{path}.len", "overlong_buffer_len", buffer["len"])
+            _put(recipe, f"{path}.penalty_factor", "overlong_penalty_factor", buffer.get("penalty_factor", 1.0))
+
+
+def _read_updates(recipe: Recipe, mini_batch: str) -> None:
+    """The counts of verl's fully asynchronous trainer, which sends weights after several optimizer steps.
+
+    Between two updates it takes ppo_mini_batch_size x require_batches x trigger_parameter_sync_step prompts, and
+    generation may be ahead of that by the share `staleness_threshold` of them, which is `async_generation_ratio` here.
+
+    Args:
+        recipe: the file.
+        mini_batch: path of its ppo_mini_batch_size.
+    """
+    names = ("require_batches", "trigger_parameter_sync_step")
+    batches, syncs, partial = (_given(recipe, name, "async_training.", "") for name in (*names, "partial_rollout"))
+    total = _given(recipe, "total_rollout_steps", "rollout.", "")
+    if any(map(recipe.has, (batches, syncs, total))):
+        counts = [recipe.get(mini_batch), _take_count(recipe, batches) or 1, _take_count(recipe, syncs) or 4]
+        if not _is_count(counts[0]):
+            recipe.refuse(mini_batch, counts[0], f"the prompts of an optimizer step; {' and '.join(names)} need them")
+            return
+        if recipe.get("rollout_batch_size") == 0:
+            recipe.take("rollout_batch_size")
+        prompts, numbers = prod(counts), " x ".join(map(str, counts))
+        how = f", that is {numbers} (ppo_mini_batch_size x {' x '.join(names)})"
+        _put(recipe, batches, "rollout_batch_size", prompts, how)
+        generated = _take_count(recipe, total)
+        if generated is not None:
+            how = f", that is {generated} prompts / {prompts} of an update, rounded down"
+            _put(recipe, total, "max_steps", generated // prompts, how)
+        share = recipe.take("async_training.staleness_threshold")
+        if share is not None:
+            how = ", the share of an update's prompts that generation may be ahead"
+            _put(recipe, "async_training.staleness_threshold", "async_generation_ratio", share, how)
+    if not recipe.get("async_generation_ratio"):
+        recipe.drop(partial, "no request runs during a weight update")
+    elif recipe.has(partial):
+        _put(recipe, partial, "in_flight_policy", "abort_resume" if recipe.take_switch(partial) else "drain")
+
+
+def _read_mini_batch(recipe: Recipe, role: str, path: str, prompts: int) -> None:
+    """Sets the samples of an optimizer step; in verl each data-parallel rank has its share of them, rounded down."""
+    options = recipe.section(f"{role}.strategy_args.strategy_config")
+    sizes = [options.get(name, 1) for name in LAYOUT.split()[:2]]
+    group = recipe.get("num_return_sequences_in_group", 1)
+    micro_batch = recipe.get(f"{role}.training_args.per_device_train_batch_size", 1)
+    if not all(map(_is_count, (*sizes, group, micro_batch))):
+        return  # conversion reports it
+    try:
+        devices = parse_device_mapping(recipe.get(f"{role}.device_mapping", recipe.get("actor_train.device_mapping")))
+    except ValueError:
+        return  # conversion reports it
+    ranks = max(1, len(devices) // prod(sizes))
+    steps, rest = divmod(prompts * group // ranks, micro_batch)
+    how = f"{prompts} prompts x {group} responses / {ranks} data-parallel ranks"
+    if rest or not steps:
+        expected = f"a multiple of per_device_train_batch_size {micro_batch} on each rank: it is {how}"
+        recipe.refuse(path, prompts, expected)
+        return
+    ours = f"{role}.training_args.gradient_accumulation_steps"
+    _put(recipe, path, ours, steps, f", that is {how} / {micro_batch} of a micro-batch, rounded down")
+
+
+def _given(recipe: Recipe, name: str, *sections: str) -> str:
+    """The path at which a key is given; the first one where there is none."""
+    return next((f"{section}{name}" for section in sections if recipe.has(f"{section}{name}")), f"{sections[0]}{name}")
+
+
+def _take_count(recipe: Recipe, path: str) -> int | None:
+    """Takes a number of at least 1; None where it is absent, null or refused."""
+    value = recipe.take(path)
+    if value is not None and not _is_count(value):
+        recipe.refuse(path, value, NO_NUMBER)
+    return value if _is_count(value) else None
+
+
+def _put(recipe: Recipe, path: str, ours: str, value: Any, how: str = "") -> None:
+    """Sets the key that `path` stands for; one of the command line wins, and one of the file has to be the same."""
+    if recipe.has(ours) and ours in recipe.overridden:
+        recipe.note(path, f"has no effect: {ours} is given")
+    elif recipe.get(ours, value) != value:
+        recipe.problems.append(two_spellings(path, ours))
+    else:
+        recipe.put(ours, value)
+        recipe.note(path, f"is read as {ours}: {str(value).lower() if isinstance(value, bool) else value}{how}")
