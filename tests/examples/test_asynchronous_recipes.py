@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.compat.apply import MOVED_KEYS
+from roll.configs.compat.async_trainers import MOVED_KEYS
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
