@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.hub import fetch
 from tests.hub_server import HubServer, go_online, serve_hub
 
 
@@ -17,7 +16,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(fetch, "RETRY_DELAY_S", 0.01)
     with serve_hub() as server:
         go_online(server, tmp_path / "cache", monkeypatch)
         yield server

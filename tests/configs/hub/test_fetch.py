@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.hub import fetch as fetching
 from roll.configs.hub.fetch import fetch
 from roll.configs.hub.names import HubError, HubName, HubUnreachable, cached_folder, list_files, model_files
 from tests.hub_server import HubServer, commit_of
@@ -73,45 +72,17 @@ def test_a_second_fetch_downloads_nothing(hub: HubServer, folder: Path) -> None:
 
 
 def test_a_cut_connection_is_continued_where_it_ended(
-    hub: HubServer, folder: Path, caplog: pytest.LogCaptureFixture
+    hub: HubServer, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)
     (folder / "model-2.safetensors").unlink()
     hub.cut_after = [100_000, 50_000]
     with caplog.at_level(logging.INFO, "roll"):
         snapshot = fetch_all()
     assert hub.downloads("model-1.safetensors") == ["", "bytes=100000-", "bytes=150000-"]
     assert same(snapshot / "model-1.safetensors", folder / "model-1.safetensors")
-    assert "fetching tiny/random: 2.5 MiB of 2.5 MiB (100 %)" in caplog.text
-
-
-def test_a_later_fetch_continues_what_an_earlier_one_left(
-    hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "model-2.safetensors").unlink()
-    monkeypatch.setattr(fetching, "ATTEMPTS", 1)
-    hub.cut_after = [2_000_000, 0]
-    with pytest.raises(HubUnreachable, match="cannot be reached"):
-        fetch_all()
-    hub.requests.clear()
-    snapshot = fetch_all()
-    assert hub.downloads("model-1.safetensors") == ["bytes=2000000-"]
-    assert same(snapshot / "model-1.safetensors", folder / "model-1.safetensors")
-    assert not list(snapshot.parents[1].rglob("*.part"))
-
-
-def test_an_interruption_keeps_what_was_fetched(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    (folder / "model-2.safetensors").unlink()
-    hub.cut_after = [1_000_000] + [0] * 50
-    monkeypatch.setattr(fetching, "PROGRESS_INTERVAL_S", 0.01)
-    with monkeypatch.context() as patch:
-        patch.setattr(fetching.Progress, "log", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fetch_all()
-    hub.cut_after = []
-    assert fetch_all().joinpath("model-1.safetensors").stat().st_size == BIG
+    assert "fetching tiny/random: 3 files, 2.5 MiB to" in caplog.text
+    assert "fetching tiny/random: model-1.safetensors: 2.5 MiB of 2.5 MiB (100 %)" in caplog.text
 
 
 def test_two_fetches_at_once_download_each_file_once(hub: HubServer, folder: Path) -> None:
@@ -164,10 +135,10 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_fetched(
 
 
 def test_a_disk_that_fills_up_is_one_sentence(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     listing = list_files(NAME)
-    monkeypatch.setattr(fetching, "_append", full)
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
     with pytest.raises(HubError, match="cannot be written: No space left on device; set HF_HOME"):
         fetch(listing, model_files(listing))
