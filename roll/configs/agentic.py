@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
@@ -15,7 +16,7 @@ from roll.configs.policy import traits_of
 from roll.configs.schema import Condition, one_or_many, option
 
 SYSTEM_FIELDS = ("env_instruction",)
-"""Fields of `agent_system_template`, the system message of a trajectory."""
+"""Fields of `agent_system_template`, the system message of a trajectory; other braces in it are text."""
 
 TURN_FIELDS = ("turn_idx", "observation", "actions_left", "max_response_length", "env_instruction")
 """Fields of `agent_template`, the message of every turn."""
@@ -55,7 +56,7 @@ def first_messages(
     text = turn_message(template, 0, observation, actions, tokens, instruction)
     if not any("{env_instruction}" in each for each in (system, template)):
         text = f"{instruction}\n{text}"
-    before = [{"role": "system", "content": system.format(env_instruction=instruction)}] if system else []
+    before = [{"role": "system", "content": system.replace("{env_instruction}", instruction)}] if system else []
     return [*before, {"role": "user", "content": text}]
 
 
@@ -78,13 +79,14 @@ def turn_message(template: str, turn: int, observation: str, actions: int, token
 
 
 def system_template(text: Any) -> Any:
-    """An `agent_system_template` whose fields are checked; a value of another type is returned unchanged.
+    """An `agent_system_template`: everything but its field is sent as it is, braces too.
 
     Raises:
-        ValueError: a field is unknown, or braces do not match.
+        ValueError: it has a field of `agent_template`.
     """
-    if isinstance(text, str):
-        fields_of(text, SYSTEM_FIELDS)
+    for name in re.findall(r"\{(\w+)\}", text) if isinstance(text, str) else []:
+        if name in TURN_FIELDS + STEP_FIELDS and name not in SYSTEM_FIELDS:
+            raise ValueError(f"{{{name}}} is not a field; known: {{{SYSTEM_FIELDS[0]}}}; write it in agent_template")
     return text
 
 
@@ -256,7 +258,9 @@ class CustomEnvConfig:
         None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
     )
     agent_system_template: str | None = option(
-        SYSTEM_TEMPLATE, "System message, null for none; may contain {env_instruction}.", parse=system_template
+        SYSTEM_TEMPLATE,
+        "System message, null for none; {env_instruction} is replaced, other braces are text.",
+        parse=system_template,
     )
     agent_template: str = option(
         TURN_TEMPLATE,

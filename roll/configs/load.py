@@ -13,6 +13,7 @@ from roll.configs.compat.apply import (
     RENAMED_KEYS,
     drop_unsupported_keys,
     expand_importance_sampling,
+    migration,
     read_systems,
     translate_values,
 )
@@ -68,6 +69,9 @@ AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 """Keys by which a file without the key `pipeline` is recognised as agentic."""
 
 
+MISSPELLED = 0.9
+"""Least similarity of a key of a base file to a known one for it to be refused as misspelled."""
+
 NAMED = ("rewards", "custom_envs")
 """Sections whose entries have names of the user; null takes an entry of a base file out."""
 
@@ -88,8 +92,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
             rule.
     """
     notes: list[Problem] = []
-    base, top = read_tree(Path(path), notes), override_tree(overrides, notes)
-    return build_config(merge(base, top), pipeline, str(path), notes, set(leaves(top)))
+    own: set[str] = set()
+    base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
+    return build_config(merge(base, top), pipeline, str(path), notes, set(leaves(top)), own | top.keys())
 
 
 def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -108,6 +113,7 @@ def build_config(
     source: str = "",
     notes: Sequence[Problem] = (),
     overridden: Collection[str] = (),
+    own: Collection[str] | None = None,
 ) -> AnyConfig:
     """`load_config` for a mapping in memory.
 
@@ -117,6 +123,7 @@ def build_config(
         source: for messages.
         notes: remarks about the spelling of the file.
         overridden: paths whose values come from the command line.
+        own: top-level keys of the file itself and of the command line; None: all.
     """
     lacking = missing_capabilities(tree)
     if lacking is not None:
@@ -130,13 +137,14 @@ def build_config(
     recipe = Recipe(tree, overridden)
     read_systems(recipe, kind, notes)
     from_roll = is_roll_recipe(recipe)
+    if from_roll:
+        drop_nulls(recipe, kind, root)
     read_engine(recipe)
     read_roll_keys(recipe)
     if kind == "dpo":
         read_pairs(recipe)
     if from_roll:
         read_roll_recipe(recipe, kind)
-        drop_nulls(recipe, root)
     expand_importance_sampling(recipe)
     tree, unsupported_notes, problems = drop_unsupported_keys(recipe.tree, kind)
     problems = recipe.problems + problems
@@ -144,6 +152,7 @@ def build_config(
     tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
     if kind == "rlvr" and value_at(tree, ENGINE_REWARD[0]) == ENGINE_REWARD[1]:
         root = RLVREngineRewardConfig
+    tree, library_notes = _without_libraries(tree, tree if own is None else own)
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)
     converter = Converter(suggest_for(root, PIPELINES | {kind: root}), overridden)
     config = converter.overlay(tree, root())
@@ -157,7 +166,7 @@ def build_config(
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
     if problems:
         raise ConfigError(problems, source)
-    others = [*translations, *tracker_notes, *role_notes]
+    others = [*translations, *tracker_notes, *library_notes, *role_notes]
     notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *others])
     given_notes = [(note.path, note.message) for note in notes]
     config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)
@@ -176,6 +185,21 @@ def _without_nulls(section: Any) -> Any:
 def _variables(tree: Tree) -> set[str]:
     """Top-level keys that only `${...}` reads: unknown ones that another value refers to."""
     return referenced(tree) & tree.keys() - KNOWN_KEYS - SPELLINGS
+
+
+def _without_libraries(tree: Tree, own: Collection[str]) -> tuple[Tree, list[Problem]]:
+    """The tree without unknown top-level keys of base files, and a remark on each.
+
+    Names of other frameworks stay, and so do misspelled keys: conversion explains them.
+    """
+    unknown = [key for key in tree if key not in own and key not in KNOWN_KEYS]
+    dropped = [
+        key
+        for key in unknown
+        if not any(map(migration, leaves({key: tree[key]}))) and not nearest(key, KNOWN_KEYS, MISSPELLED)
+    ]
+    notes = [Problem(key, "has no effect: it is a key of a base file that no ${...} refers to") for key in dropped]
+    return {key: value for key, value in tree.items() if key not in dropped}, notes
 
 
 def _grouped(notes: Sequence[Problem]) -> list[Problem]:

@@ -128,12 +128,17 @@ def _nesting_problem(value: Any, count: Iterator[int], inside: tuple[int, ...] =
 
 
 def read_tree(
-    path: Path, notes: list[Problem], including: Sequence[Path] = (), known: dict[Path, Tree] | None = None
+    path: Path,
+    notes: list[Problem],
+    including: Sequence[Path] = (),
+    known: dict[Path, Tree] | None = None,
+    keys: set[str] | None = None,
 ) -> Tree:
     """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
 
     Base files win over earlier ones, and the file itself wins over those before `_self_`, which is last where it is not
-    listed. `notes` receives the remarks of normalisation. `known` has the files that were read before, by whatever way.
+    listed. `notes` receives the remarks of normalisation, `keys` the top-level keys of the file itself. `known` has the
+    files that were read before, by whatever way. A base file may be empty.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
@@ -146,9 +151,11 @@ def read_tree(
     if path in including:
         names = " -> ".join(item.name for item in chain[chain.index(path) :])
         raise ConfigError([Problem("defaults", f"the files include each other: {names}")], str(including[0]))
-    tree = _mapping(path)
+    tree = _mapping(path, may_be_empty=bool(including))
     bases = _bases(tree.pop("defaults", None), path)
     own = normalize_aliases(tree, str(path), notes)
+    if keys is not None:
+        keys.update(own)
     merged: Tree = {}
     for base in bases:
         merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain, known))
@@ -231,7 +238,7 @@ def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
     return normalize_aliases(tree, "overrides", notes)
 
 
-def _mapping(path: Path) -> Tree:
+def _mapping(path: Path, may_be_empty: bool) -> Tree:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -239,6 +246,8 @@ def _mapping(path: Path) -> Tree:
         why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError([Problem("", why + _similar_file(path))], str(path)) from None
     tree = parse_yaml(text, str(path))
+    if tree is None and may_be_empty:
+        return {}
     if not isinstance(tree, dict):
         raise ConfigError([Problem("", "the top level must be a mapping of `key: value` lines")], str(path))
     return tree

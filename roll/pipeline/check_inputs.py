@@ -28,6 +28,7 @@ from roll.configs.rewards import (
     truths_read,
 )
 from roll.configs.roles import DataArguments
+from roll.configs.rules.agentic import names_class
 from roll.configs.scoring_roles import JudgeConfig
 from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
@@ -87,7 +88,7 @@ def check_environments(config: AgenticConfig, played: dict[str, Played] | None =
     if played is not None:
         built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN}
         played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}
-    own = [trial for trial in trials if ":" in trial.env_type]
+    own = [trial for trial in trials if names_class(trial.env_type)]
     return try_environments(own, config.env_step_timeout_s, played) if own else []
 
 

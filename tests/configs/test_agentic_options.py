@@ -128,9 +128,13 @@ def test_invalid_turn_template_is_refused(text: str, message: str) -> None:
 
 
 def test_system_template_has_no_turn_fields() -> None:
-    with pytest.raises(ValueError, match="{observation} is not a field; known: {env_instruction}; write {{ and }} for"):
+    with pytest.raises(ValueError, match="{observation} is not a field; known: {env_instruction}; write it in agent_t"):
         system_template("{observation}")
-    assert system_template('{env_instruction} Answer {{"move": 1}}.')
+
+
+@pytest.mark.parametrize("text", [r"\boxed{}", '{"a": 1}', "{{A}}", "{", "}", r"\frac{1}{x}", "{env_instruction} {0}"])
+def test_other_braces_of_a_system_template_are_text(text: str) -> None:
+    assert system_template(text) == text
 
 
 def test_template_of_another_type_is_left_to_the_type_check() -> None:

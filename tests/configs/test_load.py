@@ -281,6 +281,38 @@ def test_marks_of_hydra_are_read(tmp_path: Path, listed: str, seed: int) -> None
     assert (config.seed, config.max_steps) == (seed, 7)
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_a_base_file_may_be_empty_but_not_the_file_itself(tmp_path: Path, text: str) -> None:
+    write(tmp_path, text, "base.yaml")
+    assert rlvr(tmp_path, text=f"defaults: base\n{RLVR}seed: 3\n").seed == 3
+    assert "the top level must be a mapping" in refusal(tmp_path, text=text)
+
+
+@pytest.mark.parametrize(
+    "library",
+    ["deepspeed_zero: {stage: 0}", "engines: {vllm: {block_size: 1}}", "rewards_library: {a: {}}", "word: 1"],
+)
+def test_a_key_of_a_base_file_that_nothing_refers_to_has_no_effect(tmp_path: Path, library: str) -> None:
+    write(tmp_path, f"{RLVR}\n{library}\n", "base.yaml")
+    assert rlvr(tmp_path, text="defaults: base\nseed: 3\n").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("words: {a: 1}", "words: unknown key"),
+        ("defaults: [library]\nword: 2", "word: unknown key"),
+        ("defaults: [misspelled]", "actor_trian: unknown key; did you mean actor_train?"),
+        ("defaults: [verl]", "trainer.val_before_train: unknown key; here that is eval_steps"),
+    ],
+)
+def test_other_unknown_keys_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "word: 1\n", "library.yaml")
+    write(tmp_path, "actor_trian: {pg_variant: ppo}\n", "misspelled.yaml")
+    write(tmp_path, "trainer: {val_before_train: true}\n", "verl.yaml")
+    assert message in refusal(tmp_path, text=f"{text}\n{RLVR}")
+
+
 def test_a_base_file_may_go_into_a_section(tmp_path: Path) -> None:
     (tmp_path / "optimizer").mkdir()
     write(tmp_path / "optimizer", "learning_rate: 3e-6\n", "fast.yaml")

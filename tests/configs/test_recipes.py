@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.compat import roll, set_at
+from roll.configs.compat.roll_recipes import READ_KEYS
 from roll.configs.compat.roll_rewards import WORKERS
 from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
@@ -15,6 +19,8 @@ from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.rules import check
+from roll.configs.schema import value_at
+from roll.pipeline.check_inputs import check_environments
 from tests.configs.samples import LAPTOP, RECIPES, REFUSED, recipes
 
 
@@ -310,6 +316,116 @@ def test_keys_that_are_null_are_not_given(tmp_path: Path) -> None:
     assert load_config(file).resume_from_checkpoint is False
 
 
+PLACES = {
+    "<role>.generating_args": "actor_infer.generating_args",
+    "<role>": "actor_train",
+    "<megatron role>": "actor_train",
+    "rewards.*": "rewards.math_rule",
+    "custom_envs.*": "custom_envs.Guess",
+    "*_env_manager": "train_env_manager",
+    "*": "any",
+}
+"""Parts of patterns of the tables -> names that a recipe has."""
+
+
+def null_keys(recipe: str) -> list[str]:
+    """Paths of the tables of ROLL that a recipe does not give."""
+    given = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    keys = [(item.pattern, item.pipelines) for item in roll.UNSUPPORTED_KEYS]
+    keys += [(key, ("rlvr",)) for key in (*roll.RENAMED_KEYS, *roll.MOVED_KEYS, *READ_KEYS, "a_key_of_later")]
+    paths = []
+    for path, pipelines in keys:
+        of_agents = "rlvr" not in pipelines or path.startswith(("custom_env", "*_env", "train_env", "val_env"))
+        for part, name in PLACES.items():
+            path = path.replace(part, name)
+        if of_agents == ("train_env_manager" in given) and value_at(given, path) is None:
+            paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("rlvr_offpolicy", 150), ("agentic_game_steps", 15)])
+def test_keys_of_the_tables_that_are_null_change_nothing(recipe: str, least: int, tmp_path: Path) -> None:
+    paths = null_keys(recipe)
+    assert len(paths) > least
+    tree: dict[str, Any] = {"defaults": [str(RECIPES / f"{recipe}.yaml")]}
+    for path in sorted(paths, key=len, reverse=True):
+        if value_at(tree, path) is None:  # not a section that has null keys already
+            tree = set_at(tree, path, None)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert load_config(file) == load(recipe)
+
+
+def test_agents_that_call_an_endpoint_are_named(tmp_path: Path) -> None:
+    message = "call the policy through an OpenAI-compatible endpoint (custom_envs.Guess.agent_runner_cls GEMRunner)"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load("agentic_game_steps", "custom_envs.Guess.agent_runner_cls=a.b.GEMRunner")
+
+
+def test_ids_of_other_libraries_are_environments_that_are_not_here() -> None:
+    config = load("agentic_game_steps")
+    assert isinstance(config, AgenticConfig) and check_environments(config) == []
+    assert "custom_envs.Guess.env_type" in {problem.path for problem in check(config).missing}
+
+
+def test_the_coefficients_of_topr_without_a_policy_loss_are_its_variant() -> None:
+    overrides = ["rl_loss_coef=0.0", "use_topr_neg_loss_coef=0.3"]
+    config = load("rlvr_five_domains", *overrides, "postive_loss_coef=0.7")
+    assert isinstance(config, RLConfig) and config.actor_train.pg_variant == "topr"
+    assert (config.topr_positive_weight, config.topr_negative_weight) == (0.7, 0.3)
+    assert "topr_positive_weight: 1, as x_1 is not a number" in notes(
+        load("rlvr_five_domains", *overrides, "positive_loss_coef=x_1")
+    )
+    for others in (["rl_loss_coef=0.0"], [*overrides, "actor_train.pg_variant=ppo"], ["rl_loss_coef=0.5"]):
+        with pytest.raises(ConfigError, match="the policy loss has weight 1; leave it out"):
+            load("rlvr_five_domains", *others)
+
+
+def test_a_context_in_which_vllm_cuts_responses_is_the_longest_sequence() -> None:
+    short = "actor_infer.strategy_args.strategy_config.max_model_len=100"
+    config = load("rlvr_async_vllm", short)
+    assert isinstance(config, RLConfig)
+    assert "context_length" not in config.actor_infer.strategy_args.strategy_config
+    assert f"max_model_len: 100 would cut sequences; the context is {config.sequence_length}" in notes(config)
+
+
+@pytest.mark.parametrize("parts", ["vision_model", "visual.blocks,audio_tower", "[model.visual, vision_tower]"])
+def test_a_model_for_text_has_no_frozen_parts_of_vision(parts: str) -> None:
+    config = load("rlvr_offpolicy", f"actor_train.model_args.freeze_module_prefix={parts}")
+    assert "freeze_module_prefix: has no effect: a model for text has no such part" in notes(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "lacks"),
+    [
+        ("actor_train.model_args.freeze_module_prefix=vision_model,embedding", "frozen parts of a model"),
+        ("pretrain=Qwen/Qwen3.5-27B", "linear attention"),
+        (
+            "pretrain=/models/Qwen3-Next-80B-A3B",
+            "mixtures of experts (pretrain /models/Qwen3-Next-80B-A3B), linear att",
+        ),
+    ],
+)
+def test_what_a_model_needs_is_named(override: str, lacks: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"this recipe needs what is not available here: {lacks}")):
+        load("rlvr_offpolicy", override)
+
+
+def test_a_critic_without_devices_is_on_those_of_the_policy() -> None:
+    config = load("rlvr_five_domains", "adv_estimator=gae")
+    assert isinstance(config, RLConfig)
+    assert config.critic.device_mapping == config.actor_train.device_mapping
+
+
+def test_environments_of_older_versions_are_read() -> None:
+    entry = {"env_config": {"dim_x": 5, "dim_y": 7}, "user_prompt_format": "x", "reward_template": "{reward}"}
+    text = yaml.safe_dump({**entry, "agent_template": "State: {state}"}, default_flow_style=True)
+    config = load("agentic_game_steps", f"custom_envs.Guess={text}")
+    assert isinstance(config, AgenticConfig)
+    assert config.custom_envs["Guess"].env_config["dim_room"] == [5, 7]
+    assert config.custom_envs["Guess"].agent_template == "State: {observation}"
+
+
 def test_terms_of_the_kl_without_a_weight_are_off() -> None:
     config = load("rlvr_grpo_32b", "kl_loss_coef=0")
     assert isinstance(config, RLConfig) and not config.use_kl_loss
@@ -352,7 +468,6 @@ def test_a_recipe_without_its_base_file_takes_the_environments_of_this_project(
         "traj_save_dir=./output/trajectories",
         "reference.topr_positive_weight=1.0",
         "actor_infer.topr_negative_weight=1.0",
-        "actor_infer.pg_variant=null",
         "actor_train.model_args.vision_dp=false",
         "actor_train.model_args.disable_gradient_checkpointing=true",
         "reference.model_args.dtype=fp16",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.rules import check
+from roll.configs.rules.agentic import names_class
 from tests.configs.samples import AGENTIC, agentic, refusal
 
 TRAIN = "train_env_manager"
@@ -86,6 +87,25 @@ REFUSED = {
     "validation.data_args.template=qwen3": "validation.data_args.template: has no effect: training and validation both",
     "actor_train.data_args.template=none": "actor_train.data_args.template: none cannot separate the messages of a",
 }
+
+
+@pytest.mark.parametrize(
+    ("env_type", "is_class"),
+    [
+        *((name, False) for name in ("game:GuessTheNumber-v0", "rg:letter_counting", "math:ASDiv2K", "code:Taco8k")),
+        *((name, False) for name in ("qa:HotpotQA", "logic:RuleTaker-d0", "eval:MATH500", "ale_py:ALE/Pong-v5")),
+        *((name, True) for name in ("guess_env:Guess", "no_such_module:Shop", "my.games:Chess", "game.py:Chess")),
+        *((name, False) for name in ("frozen_lake", "roll/Sokoban-v0")),
+    ],
+)
+def test_an_id_of_another_library_is_not_a_class_of_the_user(env_type: str, is_class: bool) -> None:
+    assert names_class(env_type) == is_class
+
+
+def test_a_module_of_the_user_may_have_the_name_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "game.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert names_class("game:Chess") and not names_class("game:Chess-v0")
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED.items())

@@ -56,6 +56,12 @@ def test_every_request_has_the_exact_ids_so_far():
     assert "<|answer|>left<|end|>2: saw left<|answer|>right<|end|>3: saw right<|answer|>gold<|end|>" in whole
 
 
+def test_braces_of_a_system_message_are_sent_as_they_are():
+    what = replace(WALK, system='\\boxed{} {"a": 1} {{A}} {env_instruction}')
+    whole = tokenizer().decode(trajectory_of(Engines(in_turn("left", "gold")), what).ids)
+    assert whole.startswith('\\boxed{} {"a": 1} {{A}} Walk.')
+
+
 def test_the_instruction_is_placed_by_the_templates_after_the_system_message():
     what = replace(WALK, system="Rules: {env_instruction}", template="{observation}, {actions_left} left of {{3}}")
     engines = Engines(in_turn("left", "gold"))

@@ -157,14 +157,14 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
         ConfigError: two spellings of one key are given, or a value has no meaning.
     """
     moved = _with_sft_role(async_trainers.read_trainer_type(tree, source, notes), source)
-    if STUDENT_ROLE in moved:
+    if moved.get(STUDENT_ROLE) is not None:
         moved = {PURE_OPD_KIND: "rlvr"} | moved
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
         section = value_at(moved, head) if head else moved
         if not isinstance(section, Mapping) or key not in section:
             continue
-        if section[key] is None and path in verl.VERL_KEYS:  # as in a file that names every default of verl
+        if section[key] is None:
             moved = without(moved, path)
             continue
         target_head, _, target_key = target.rpartition(".")
@@ -188,7 +188,7 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
 
 def _with_sft_role(tree: Tree, source: str) -> Tree:
     """The tree with ROLL's role of supervised fine-tuning as `actor_train`; the role also selects the pipeline."""
-    if SFT_ROLE not in tree:
+    if tree.get(SFT_ROLE) is None:
         return tree
     if RENAMED_KEYS[SFT_ROLE] in tree:
         raise ConfigError([two_spellings(SFT_ROLE, RENAMED_KEYS[SFT_ROLE])], source)
@@ -213,6 +213,8 @@ def _renamed(value: Any, source: str, opaque: bool = False) -> Any:
         renamed: Tree = {}
         for key, item in value.items():
             name = RENAMED_KEYS[key] if key in RENAMED_KEYS and not opaque else key
+            if name != key and item is None:
+                continue
             if name in renamed or (name != key and name in value):
                 raise ConfigError([two_spellings(key, name)], source)
             renamed[name] = _renamed(item, source, opaque or key in OPAQUE_SECTIONS)
@@ -247,6 +249,12 @@ def _unsupported_keys(name: str) -> list[UnsupportedKey]:
     return [item for item in UNSUPPORTED_KEYS if item.matches_name(name)]
 
 
+def unsupported_key(path: str, pipeline: str) -> UnsupportedKey | None:
+    """The entry of `UNSUPPORTED_KEYS` for a path in a file for this pipeline."""
+    items = _unsupported_keys(path.rpartition(".")[2])
+    return next((item for item in items if pipeline in item.pipelines and item.matches(path)), None)
+
+
 def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tree, list[Problem], list[Problem]]:
     """The tree without unsupported keys, remarks on the harmless ones, and problems for the others."""
     kept: Tree = {}
@@ -254,14 +262,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
     problems: list[Problem] = []
     for key, value in tree.items():
         where = f"{path}.{key}" if path else str(key)
-        unsupported = next(
-            (
-                item
-                for item in _unsupported_keys(where.rpartition(".")[2])
-                if pipeline in item.pipelines and item.matches(where)
-            ),
-            None,
-        )
+        unsupported = unsupported_key(where, pipeline)
         if unsupported is None and isinstance(value, dict) and key not in OPAQUE_SECTIONS:
             inner, inner_notes, inner_problems = drop_unsupported_keys(value, pipeline, where)
             if inner or not value:
@@ -270,7 +271,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
             problems += inner_problems
         elif unsupported is None:
             kept[key] = value
-        elif unsupported.harmless(value):
+        elif value is None or unsupported.harmless(value):
             if not unsupported.silent:
                 notes.append(Problem(where, f"has no effect: {unsupported.reason}"))
         else:

@@ -11,15 +11,21 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from roll.configs.compat.recipe import ABSENT, Recipe
+from roll.configs.compat.roll import freezes_text
 from roll.configs.errors import Problem
 
 MOE_NAME = re.compile(r"\d+B-?A\d+(\.\d+)?B|mixtral|deepseek-v[23]|moe", re.IGNORECASE)
 """Names of mixtures of experts, such as Qwen3-30B-A3B."""
 
+LINEAR_ATTENTION_NAME = re.compile(r"qwen3\.5|qwen3-?next|qwen3-coder-next", re.IGNORECASE)
+"""Names of models most of whose layers have linear attention, such as Qwen3.5-27B."""
+
 VISION_NAME = re.compile(r"[-_]vl\b|[-_]vl[-_]|vision|omni", re.IGNORECASE)
 """Names of models and templates for images, such as Qwen2.5-VL-7B-Instruct."""
 
 MEGATRON_ROLES = ("actor_train", "sft_train", "reference", "student", "student_train", "teacher")
+
+TRAINED_ROLES = ("actor_train", "sft_train", "student", "student_train")
 
 Found = Iterator[tuple[str, Any]]
 """Paths and values that need a capability."""
@@ -87,16 +93,16 @@ def _any(*finders: Callable[[Recipe], Found]) -> Callable[[Recipe], Found]:
     return find
 
 
-def _managers(*names: str) -> Callable[[Recipe], Found]:
-    """Finds the class of an environment manager, of the file or of one of its environments."""
+def _classes(key: str, *names: str) -> Callable[[Recipe], Found]:
+    """Finds the class that a key of the file, or of one of its environments, names."""
 
     def find(recipe: Recipe) -> Found:
         sections = ["", *(f"custom_envs.{tag}." for tag in recipe.section("custom_envs"))]
         for section in sections:
-            path = f"{section}env_manager_cls"
-            value = recipe.get(path)
-            if isinstance(value, str) and any(fnmatchcase(value.rpartition(".")[2], name) for name in names):
-                yield path, value.rpartition(".")[2]
+            value = recipe.get(f"{section}{key}")
+            name = value.rpartition(".")[2] if isinstance(value, str) and "${" not in value else ""
+            if name and any(fnmatchcase(name, pattern) for pattern in names):
+                yield f"{section}{key}", name
 
     return find
 
@@ -163,7 +169,7 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         _given("pretrain", "student_pretrain", accepts=_named(VISION_NAME)),
         _of_roles("data_args.template", _named(VISION_NAME)),
         _of_roles("model_args.model_name_or_path", _named(VISION_NAME)),
-        _managers("VL*"),
+        _classes("env_manager_cls", "VL*"),
     ),
     "diffusion models": _of_roles("model_args.model_type", _is("diffusion*")),
     "mixtures of experts": _any(
@@ -171,8 +177,12 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         _given("pretrain", accepts=_named(MOE_NAME)),
         _of_roles("model_args.model_name_or_path", _named(MOE_NAME)),
     ),
+    "linear attention": _any(
+        _given("pretrain", accepts=_named(LINEAR_ATTENTION_NAME)),
+        _of_roles("model_args.model_name_or_path", _named(LINEAR_ATTENTION_NAME)),
+    ),
     "LoRA": _any(_of_roles("model_args.adapter_name_or_path", bool), _adapters),
-    "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", bool),
+    "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", freezes_text, TRAINED_ROLES),
     "training in fp8": _option("fp8", bool),
     "context parallelism": _any(
         _option("context_parallel_size", _above_one), _of_roles("model_args.ulysses_size", _above_one)
@@ -192,6 +202,9 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         "actor_infer.strategy_args.strategy_config.speculative_draft_model_path",
         "actor_infer.strategy_args.strategy_config.speculative_config",
     ),
-    "agents in a sandbox": _managers("AgentNative*", "*Proxy*", "*AgentRunner*", "*Sandbox*"),
+    "agents that call the policy through an OpenAI-compatible endpoint": _any(
+        _classes("env_manager_cls", "*Proxy*", "*AgentRunner*"), _classes("agent_runner_cls", "*")
+    ),
+    "agents that keep their own messages": _classes("env_manager_cls", "AgentNative*", "*Sandbox*"),
 }
 """Capability -> where a recipe shows that it needs it."""

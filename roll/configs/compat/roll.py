@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from roll.configs.compat import UnsupportedKey, always, if_off, never
 
 RENAMED_KEYS = {"num_gpus_per_node": "num_devices_per_node", "rpc_timeout": "rpc_timeout_s", "sft_train": "actor_train"}
+
+VISION_PART = re.compile(r"vis(ion|ual)|image|video|audio|talker|code2wav|projector", re.IGNORECASE)
+"""Parts of a model that one for text does not have, such as `vision_model.blocks`."""
+
+
+def freezes_text(value: Any) -> bool:
+    """Whether `freeze_module_prefix` names a part that a model for text has."""
+    names = value.split(",") if isinstance(value, str) else value or []
+    return not isinstance(names, list) or any(not VISION_PART.search(str(name)) for name in names)
+
 
 COLUMNS = "actor_train.data_args"
 
@@ -105,18 +116,26 @@ AGENT_KEYS = (
     UnsupportedKey(
         "*_env_manager.llm_proxy",
         lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
-        "actions are always the policy's; leave it out",
+        "actions are always the policy's; an agent that calls an OpenAI-compatible endpoint becomes a TextEnv "
+        "(docs/environments.md)",
     ),
+    UnsupportedKey("agent_runner_cls", always, "no environment names it", silent=True),
+    UnsupportedKey("custom_envs.*.agent_runner_cls", if_off, "agents that call an endpoint are not available yet"),
     UnsupportedKey("custom_env", always, "entries of custom_envs are used; this is a library of them", silent=True),
+    UnsupportedKey("deepspeed_*", always, "Megatron trains", silent=True),
     UnsupportedKey("gem_*", always, "entries of custom_envs are used; this is a library of them", silent=True),
     UnsupportedKey("env_manager_cls", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("default_history_length", always, "every turn sees all earlier turns", silent=True),
     UnsupportedKey("*_pattern", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("*_format_penalty", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("*agent_system_template", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("user_prompt_*", always, "the entries of custom_envs have their own", silent=True),
+    UnsupportedKey("reward_template", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("*agent_template", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("custom_envs.*.use_thread_lock", always, "environments share no state"),
     UnsupportedKey("custom_envs.*.max_env_step_concurrent", always, "num_env_groups bounds the steps at a time"),
+    UnsupportedKey("custom_envs.*.user_prompt_format", always, "agent_template is the message"),
+    UnsupportedKey("custom_envs.*.reward_template", always, "the model sees the rewards that observations name"),
     UnsupportedKey("custom_envs.*.history_length", always, "every turn sees all earlier turns"),
     UnsupportedKey("custom_envs.*.tool_wrapper", always, "tools are the environment's own; see env_type calculator"),
     UnsupportedKey("env_monitor", always, "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s"),
@@ -161,7 +180,10 @@ ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_args.gradient_checkpointing_use_reentrant": (always, "Megatron recomputes in its own way"),
     "model_args.model_config_kwargs": (if_off, "the model's config.json is used as it is; change it there"),
     "model_args.moe_aux_loss_coef": (always, "the model families here are dense"),
-    "model_args.freeze_module_prefix": (if_off, "all of the model is trained"),
+    "model_args.freeze_module_prefix": (
+        lambda value: not freezes_text(value),
+        "a model for text has no such part, and all of it is trained",
+    ),
     "model_args.ulysses_size": (lambda value: value in (None, 0, 1), "context parallelism is not available"),
     "model_args.vision_dp": (if_off, "the model families here read text"),
     "model_args.lora_*": (always, "there is no LoRA without lora_target"),
@@ -323,7 +345,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "add_len_reward": (if_off, "length_reward_coef and length_penalty_per_token change scores by length"),
     "error_max_len_clip": (if_off, "wrong answers are trained on whatever their length; set it to false"),
     "error_max_len_threshold": (always, "wrong answers are trained on whatever their length"),
-    "rl_loss_coef": (lambda value: value == 1, "the policy loss has weight 1"),
+    "rl_loss_coef": (lambda value: value == 1, "the policy loss has weight 1; leave it out"),
     "positive_loss_coef": (always, "topr_positive_weight is the weight of good responses"),
     "postive_loss_coef": (always, "topr_positive_weight is the weight of good responses"),
     "use_topr_*": (always, "actor_train.pg_variant chooses the loss"),
@@ -347,7 +369,7 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Key of a run -> which values are harmless, and why they have no effect."""
 
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
-    UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft")),
+    UnsupportedKey("val_batch_size", always, "validation runs over the whole validation set", ("rlvr", "sft", "dpo")),
     UnsupportedKey("reward", always, "environments give the rewards", ("agentic",)),
     UnsupportedKey("reward", never, "this pipeline scores no response", ("sft", "dpo", "reward_model")),
     UnsupportedKey(

@@ -41,6 +41,31 @@ def read_old_log_probs(recipe: Recipe) -> None:
         recipe.note(path, f"is read as old_log_probs_source: {source}")
 
 
+TOPR_WEIGHTS = {
+    "postive_loss_coef": "topr_positive_weight",
+    "positive_loss_coef": "topr_positive_weight",
+    "use_topr_neg_loss_coef": "topr_negative_weight",
+}
+"""Coefficients that older versions of ROLL add to the policy loss -> weights of pg_variant topr."""
+
+
+def read_topr(recipe: Recipe) -> None:
+    """The terms of TOPR are the whole loss where the policy loss has weight 0."""
+    given = {ours: recipe.get(key) for key, ours in TOPR_WEIGHTS.items() if recipe.get(key)}
+    if recipe.get("rl_loss_coef", 1) != 0 or not given or recipe.get("actor_train.pg_variant", "topr") != "topr":
+        return
+    for key in ("rl_loss_coef", *TOPR_WEIGHTS):
+        recipe.take(key)
+    recipe.put("actor_train.pg_variant", "topr")
+    read = ["actor_train.pg_variant: topr"]
+    for ours in dict.fromkeys(TOPR_WEIGHTS.values()):
+        value = given.get(ours, 0)
+        if isinstance(value, int | float):
+            recipe.put_new(ours, value)
+        read.append(f"{ours}: {recipe.get(ours)}" if recipe.has(ours) else f"{ours}: 1, as {value} is not a number")
+    recipe.note("rl_loss_coef", f"0 with the coefficients of TOPR is read as {', '.join(read)}")
+
+
 def read_kl(recipe: Recipe) -> None:
     """In ROLL a KL term without a weight is off; the KL in the reward has the weight 0.2 by default."""
     if recipe.get("use_kl_loss") and not recipe.get("kl_loss_coef"):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS
-from roll.configs.compat.apply import PURE_OPD_KIND
+from roll.configs.compat.apply import PURE_OPD_KIND, unsupported_key
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_losses import (
     read_clipping,
@@ -22,12 +22,13 @@ from roll.configs.compat.roll_losses import (
     read_normalization,
     read_old_log_probs,
     read_reward_normalization,
+    read_topr,
 )
 from roll.configs.compat.roll_rewards import read_rewards
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DEVICE_ROLES
-from roll.configs.schema import keys_along
+from roll.configs.schema import declared, section_of
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""
@@ -67,23 +68,35 @@ READ_KEYS = (
 
 def read_roll_keys(recipe: Recipe) -> None:
     """Translates READ_KEYS, in any file."""
-    for read in (_read_data, read_old_log_probs, read_clipping, read_correction, read_normalization, read_rewards):
+    readers = (read_topr, _read_data, read_old_log_probs, read_clipping, read_correction, read_normalization)
+    for read in (*readers, read_rewards):
         read(recipe)
     _read_distillation(recipe)
     _read_remove_padding(recipe)
 
 
-def drop_nulls(recipe: Recipe, root: type, path: str = "") -> None:
-    """Removes keys that are null where null is not a valid value: such a key counts as not given."""
+def drop_nulls(recipe: Recipe, pipeline: str, section: type, path: str = "", entries: bool = False) -> None:
+    """Removes keys that are null where null is not a valid value: such a key counts as not given.
+
+    Unknown keys too, except those of `UNSUPPORTED_KEYS`, which get a remark.
+
+    Args:
+        recipe: changed in place.
+        pipeline: of the recipe.
+        section: dataclass of the section at `path`, or of each of its entries.
+        path: empty for the top level.
+        entries: whether the keys at `path` are names of the user.
+    """
     for name, value in list((recipe.section(path) if path else recipe.tree).items()):
         where = f"{path}.{name}" if path else str(name)
-        keys = keys_along(root, where)
-        if not keys or len(keys) < len(where.split(".")):
-            continue
-        if value is None and type(None) not in get_args(keys[-1][1].hint):
-            recipe.take(where)
+        key = declared(section).get(name)
+        if value is None and not entries:
+            if type(None) not in get_args(key.hint) if key else not unsupported_key(where, pipeline):
+                recipe.take(where)
         elif isinstance(value, dict):
-            drop_nulls(recipe, root, where)
+            inner, inner_entries = (section, False) if entries else section_of(key.hint) if key else (None, False)
+            if inner is not None:
+                drop_nulls(recipe, pipeline, inner, where, inner_entries)
 
 
 def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
@@ -102,7 +115,7 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         read_difficulty,
     ]
     if pipeline == "agentic":
-        readers += [_read_agentic_lengths, _read_adjustment, read_reward_normalization]
+        readers += [_read_environments, _read_agentic_lengths, _read_adjustment, read_reward_normalization]
     else:
         readers += [_read_validation]
     if pipeline == "rlvr":
@@ -160,6 +173,8 @@ def _read_remove_padding(recipe: Recipe) -> None:
 def _read_critic(recipe: Recipe) -> None:
     """A critic belongs to gae, the default estimator of ROLL."""
     if not recipe.has("critic"):
+        if recipe.get("adv_estimator") == "gae":
+            _share_devices(recipe, "critic")
         return
     if recipe.put_new("adv_estimator", "gae"):
         recipe.note("critic", "is given without adv_estimator, whose default in ROLL is gae: adv_estimator is gae")
@@ -333,10 +348,14 @@ def _read_intervals(recipe: Recipe) -> None:
 
 
 def _read_dpo_reference(recipe: Recipe) -> None:
-    """The reference is on the devices of the policy where a recipe gives it none."""
+    _share_devices(recipe, "reference")
+
+
+def _share_devices(recipe: Recipe, role: str) -> None:
+    """A role that a recipe gives no devices is on those of the policy."""
     train = _devices(recipe, "actor_train")
-    if train and recipe.put_new("reference.device_mapping", train):
-        recipe.note("reference.device_mapping", "is not given: the reference is on the devices of actor_train")
+    if train and recipe.put_new(f"{role}.device_mapping", train):
+        recipe.note(f"{role}.device_mapping", f"is not given: the {role} is on the devices of actor_train")
 
 
 PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
@@ -414,6 +433,18 @@ def _read_sampling(recipe: Recipe) -> None:
     prompt, sequence = recipe.get("prompt_length"), recipe.get("sequence_length")
     if isinstance(response, int) and isinstance(prompt, int) and sequence not in (None, prompt + response):
         recipe.drop("sequence_length", f"it is prompt_length + response_length = {prompt + response}")
+
+
+def _read_environments(recipe: Recipe) -> None:
+    """In older versions of ROLL the observation is `state`, and the size of a grid has two keys."""
+    for tag in recipe.section("custom_envs"):
+        path, options = f"custom_envs.{tag}.agent_template", f"custom_envs.{tag}.env_config"
+        text = recipe.get(path)
+        if isinstance(text, str) and "{state}" in text:
+            recipe.put(path, text.replace("{state}", "{observation}"))
+            recipe.note(path, "{state} is read as {observation}")
+        if recipe.has(f"{options}.dim_x") and recipe.has(f"{options}.dim_y"):
+            recipe.put_new(f"{options}.dim_room", [recipe.take(f"{options}.{key}") for key in ("dim_x", "dim_y")])
 
 
 def _read_agentic_lengths(recipe: Recipe) -> None:

@@ -56,6 +56,10 @@ def read_engine(recipe: Recipe) -> None:
         path, ours = _target(option, value, name)
         if option == "block_size" and recipe.get("platform") == "cpu":
             path = None  # the engine's cache has pages of one token on cpu
+        longest = _longest(recipe)
+        if option == "max_model_len" and name == "vllm" and isinstance(value, int) and value < longest:
+            recipe.note(f"{ENGINE}.strategy_config.{option}", f"{value} would cut sequences; the context is {longest}")
+            continue
         if path is None:
             dropped.append(option)
         elif path != option and path in given:
@@ -77,6 +81,13 @@ def read_engine(recipe: Recipe) -> None:
     message = "; ".join(filter(None, parts))
     if message:
         recipe.note(f"{ENGINE}.{'strategy_name' if name == 'vllm' else 'strategy_config'}", message)
+
+
+def _longest(recipe: Recipe) -> int:
+    """Tokens of the longest sequence; 0 where a recipe does not say it."""
+    parts = [recipe.get("prompt_length"), recipe.get("response_length")]
+    lengths = parts if all(isinstance(part, int) for part in parts) else [recipe.get("sequence_length")]
+    return sum(length for length in lengths if isinstance(length, int))
 
 
 def _target(option: str, value: Any, engine: str) -> tuple[str | None, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
@@ -12,6 +15,18 @@ from roll.configs.suggestions import nearest
 
 REGISTRY = "roll.envs.registry"
 """Module of `make_env`, imported by name because environments import this folder."""
+
+
+GEM_NAMESPACES = ("code", "eval", "game", "logic", "math", "qa", "rg")
+"""First parts of the ids of GEM, such as `game:GuessTheNumber-v0`."""
+
+
+def names_class(env_type: str) -> bool:
+    """Whether an `env_type` is `module:Class`, and not an id of another library that has a colon too."""
+    module, colon, name = env_type.partition(":")
+    if module in GEM_NAMESPACES and (module in sys.stdlib_module_names or find_spec(module) is None):
+        return False
+    return bool(colon) and not re.fullmatch(r".+-v\d+", name)
 
 
 def check_environments(config: AgenticConfig, report: Report) -> None:
@@ -26,7 +41,7 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
         return
     registry: Any = import_module(REGISTRY)
     for tag, entry in config.custom_envs.items():
-        if ":" in entry.env_type:
+        if names_class(entry.env_type):
             continue
         misspelled = nearest(entry.env_type, registry.BUILT_IN) and entry.env_type not in ENVIRONMENTS
         if not registry.is_known(entry.env_type) and not misspelled:
