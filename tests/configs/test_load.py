@@ -303,13 +303,13 @@ def test_a_key_of_a_base_file_that_nothing_refers_to_has_no_effect(tmp_path: Pat
         ("words: {a: 1}", "words: unknown key"),
         ("defaults: [library]\nword: 2", "word: unknown key"),
         ("defaults: [misspelled]", "actor_trian: unknown key; did you mean actor_train?"),
-        ("defaults: [verl]", "trainer.val_before_train: unknown key; here that is eval_steps"),
+        ("defaults: [trl]", "num_generations: unknown key; here that is num_return_sequences_in_group"),
     ],
 )
 def test_other_unknown_keys_are_refused(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path, "word: 1\n", "library.yaml")
     write(tmp_path, "actor_trian: {pg_variant: ppo}\n", "misspelled.yaml")
-    write(tmp_path, "trainer: {val_before_train: true}\n", "verl.yaml")
+    write(tmp_path, "num_generations: 4\n", "trl.yaml")
     assert message in refusal(tmp_path, text=f"{text}\n{RLVR}")
 
 
