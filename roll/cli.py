@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from roll import __version__
 from roll.configs.errors import ConfigError, Report, RunError
 from roll.configs.user_code import search_modules_beside
 from roll.distributed.processes import gc_paused
@@ -50,7 +51,7 @@ HANDLE_INTERRUPT = ("run", "ablate")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     with handle_interrupt(end_now):
         arguments = _parse(_parser(argv), argv)
         if hasattr(arguments, "config"):
@@ -240,14 +241,18 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 def _override_hint(argv: Sequence[str] | None) -> str:
     """How to write keys of the configuration that were given as flags."""
+    from roll.configs.compat.apply import MIGRATION
+
     words = sys.argv[1:] if argv is None else argv
-    ours = {"--json", "--config_path", "--config_name"}
+    flags = {"--json", "--config_path", "--config_name"}
     written = []
     for word, following in zip(words, [*words[1:], "--"], strict=True):
-        if word.startswith("--") and word not in ours:
+        if word.startswith("--") and word not in flags:
             key, equals, value = word.lstrip("-").partition("=")
             value = value if equals else "true" if following.startswith("-") else following
-            written.append(f"{key.replace('-', '_')}={value}")
+            key = key.replace("-", "_")
+            ours = MIGRATION.get(key, (key,))
+            written.append(f"{(ours[0] if len(ours) == 1 else key).replace('<role>', 'actor_train')}={value}")
     example = " ".join(written) or "max_steps=100"
     return f"keys of the configuration are written as key=value, without dashes: {example}"
 
@@ -255,6 +260,7 @@ def _override_hint(argv: Sequence[str] | None) -> str:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of all commands; only the tool that `argv` names is imported, so that the others start fast."""
     parser = argparse.ArgumentParser(prog="roll", description="Post-training of language models.")
+    parser.add_argument("--version", action="version", version=f"roll {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

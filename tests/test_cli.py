@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from roll import __version__
 from roll.cli import find_config, launch, main
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, similar_path
 from roll.configs.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 
@@ -141,6 +142,37 @@ def test_launcher_accepts_overrides_before_and_after_its_flags(
     with pytest.raises(SystemExit):
         launch("sft", [*flags, "--sed", "3"])
     assert "unrecognized arguments: --sed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("--resume", "resume_from_checkpoint=true"),
+        ("--lr=1e-5", "actor_train.training_args.learning_rate=1e-5"),
+        ("--seed=3", "seed=3"),
+    ],
+)
+def test_an_everyday_flag_is_answered_with_its_key_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, written: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", str(write(tmp_path, SFT)), given])
+    assert capsys.readouterr().err.endswith(f"without dashes: {written}\n")
+
+
+@pytest.mark.parametrize(("given", "shown"), [([], "usage: roll"), (["--version"], f"roll {__version__}")])
+def test_the_command_alone_shows_its_help_and_a_version(
+    capsys: pytest.CaptureFixture[str], given: list[str], shown: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(given)
+    assert exit_info.value.code == 0 and capsys.readouterr().out.startswith(shown)
+
+
+def test_a_missing_file_is_not_compared_by_its_ending(tmp_path: Path) -> None:
+    write(tmp_path, SFT, "sft.yaml")
+    assert similar_path(tmp_path / "nosuch.yaml", lambda _: True) is None
+    assert similar_path(tmp_path / "sft2.yaml", lambda _: True) == tmp_path / "sft.yaml"
 
 
 @pytest.mark.parametrize("given", [["--max_steps", "3"], ["--max_steps=3"], ["--max-steps", "3"]])

@@ -90,8 +90,9 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
             names = [entry.name for entry in islice(entries, SEARCHED_NAMES)]
     except OSError:
         return None
-    close = difflib.get_close_matches(path.name, names, n=5)
-    return next((path.parent / name for name in close if fits(path.parent / name)), None)
+    fitting = [path.parent / name for name in names if fits(path.parent / name)]
+    close = difflib.get_close_matches(path.stem, [each.stem for each in fitting], n=1)  # endings are alike anyway
+    return next((each for each in fitting if each.stem in close), None)
 
 
 def unreachable(path: str | Path) -> str | None:

@@ -195,6 +195,9 @@ class RewardFunction:
         self.function, self._config = function, config
         self.name = getattr(function, "__name__", type(function).__name__)
         self.where = definition_of(function)
+        if isinstance(function, type):
+            text = f"is a class; add the line `score = {self.name}()` and name that, as module:score"
+            raise RewardFunctionError(self._located(text))
         method = getattr(type(function), "__call__")  # noqa: B004 B009 (of an object that is called)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
         try:

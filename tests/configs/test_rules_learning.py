@@ -317,3 +317,12 @@ def test_the_tokens_of_a_teacher_fit_into_memory(tmp_path: Path) -> None:
     assert any(each.startswith(message) for each in many) and not any("opd_top_k" in each for each in few)
     message = "opd_top_k: 152064, the whole vocabulary, for 512 samples of up to 3072 tokens are 1,782 GiB of ids and"
     assert message in refusal(tmp_path, "opd_top_k=1000000", *LARGE_TEACHER)
+
+
+@pytest.mark.parametrize(("dtype", "delta", "warned"), [("bf16", 1e-4, 1), ("bf16", 1e-2, 0), ("fp32", 1e-4, 0)])
+def test_an_opsm_delta_below_the_noise_of_half_precision_is_a_warning(
+    tmp_path: Path, dtype: str, delta: float, warned: int
+) -> None:
+    dtypes = [f"{role}.model_args.dtype={dtype}" for role in ("actor_train", "actor_infer")]
+    warnings = map(str, check(rlvr(tmp_path, f"correction.opsm_delta={delta}", *dtypes)).warnings)
+    assert sum("below the noise between engine and trainer" in text for text in warnings) == warned

@@ -108,9 +108,15 @@ def test_objects_with_an_async_call_are_coroutine_functions():
     assert RewardFunction(Judge(), RewardConfig()).is_async
 
 
+class Scorer:
+    def __call__(self, completions):
+        return [0.0 for _ in completions]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (Scorer, "is a class; add the line `score = Scorer()` and name that, as module:score"),
         (lambda text: 0, "has no parameter for the response; name it response"),
         (lambda *texts: 0, "parameter *texts has no name to pass it by"),
         (lambda response, /: 0, "parameter response has no name to pass it by"),
