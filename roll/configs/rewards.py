@@ -52,6 +52,9 @@ A function of the user needs no entry here: `function: module:name` names it (do
 Tests compare this table with 3 (`tests/tools/rehearse/test_rehearse_inputs.py`) and 6
 (`tests/rewards/test_reward_documentation.py`)."""
 
+COMPARISONS = ("math_rule", "multiple_choice", "exact_match", "regex", "ifeval")
+"""Built-in rewards for which a response that takes longer than `timeout_s` is wrong, and no failure."""
+
 DEFAULT_CONCURRENCY = 128
 """`max_concurrent_calls` of a coroutine function of the user, as many as one process is sent at a time."""
 
@@ -67,6 +70,11 @@ def is_trainable(reward: float) -> bool:
 def built_in_of(function: str) -> str | None:
     """Name of the built-in reward with this `module:function`; None for a function of the user."""
     return next((name for name, item in BUILT_IN.items() if item.function == function), None)
+
+
+def is_comparison(function: str) -> bool:
+    """Whether a `module:function` is one of COMPARISONS."""
+    return built_in_of(function) in COMPARISONS
 
 
 def scoring_role(reward: RewardConfig) -> Literal["reward", "judge"] | None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from roll.configs.errors import RunError
-from roll.configs.rewards import LARGEST_REWARD, RewardConfig, built_in_of, is_trainable
+from roll.configs.rewards import LARGEST_REWARD, RewardConfig, built_in_of, is_comparison, is_trainable
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
@@ -74,6 +74,23 @@ class RewardOutcome:
     reason: Reason | None = None
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+NO_OUTCOME = RewardOutcome(None, "wrong_type", "the process of the reward returned something else than outcomes")
+
+
+def checked(outcome: Any) -> RewardOutcome:
+    """An outcome from the process of a reward, whose code is the user's; a failure if it is none, or not finite."""
+    if not isinstance(outcome, RewardOutcome) or not isinstance(outcome.metrics, Mapping):
+        return NO_OUTCOME
+    if outcome.score is None and outcome.reason is not None:
+        return outcome
+    numbers: list[Any] = [outcome.score, *outcome.metrics.values()]
+    if len(numbers) > MOST_METRICS or not all(type(each) is float for each in numbers):
+        return NO_OUTCOME
+    if not all(map(is_trainable, numbers)):
+        return RewardOutcome(None, "not_finite", f"the process of the reward returned {max(numbers, key=abs):g}")
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -160,13 +177,24 @@ ALL_RESPONSES = {"responses", "completions", "samples"}
 """A function with one of these and none of ONE_RESPONSE is called once for a group and returns a list."""
 
 
-THINK_END = "</think>"
-"""End of the reasoning of a response."""
+THINK, THINK_END = "<think>", "</think>"
+"""Start and end of the reasoning of a response."""
 
 
 def without_reasoning(response: str) -> str:
-    """The text after the last THINK_END; all of it where there is none."""
-    return response.rpartition(THINK_END)[2]
+    """The text after the last THINK_END, up to a THINK that is not closed; all of it where there is neither."""
+    return response.rpartition(THINK_END)[2].partition(THINK)[0]
+
+
+class TooLong(float):
+    """The score of a response that takes a built-in comparison too long: it is wrong, and counted as TOO_LONG."""
+
+
+TOO_LONG = "too_long_to_compare"
+"""Metric of the built-in comparisons: 1 for such a response, 0 for others."""
+
+MOST_METRICS = 1_000
+"""Numbers that a reward may return with one score."""
 
 
 class RewardFunctionError(RunError, ValueError):
@@ -195,6 +223,7 @@ class RewardFunction:
         self.function, self._config = function, config
         self.name = getattr(function, "__name__", type(function).__name__)
         self.where = definition_of(function)
+        self._compares = is_comparison(f"{getattr(function, '__module__', '')}:{self.name}")
         if isinstance(function, type):
             text = f"is a class; add the line `score = {self.name}()` and name that, as module:score"
             raise RewardFunctionError(self._located(text))
@@ -284,9 +313,14 @@ class RewardFunction:
                 keys = ", ".join(map(str, value)) or "none"
                 text = f"returned a dictionary without the key {SCORE!r}; its keys are {keys}"
                 return RewardOutcome(None, "wrong_type", self._located(text))
+            if len(value) > MOST_METRICS:
+                text = f"returned a dictionary with {len(value)} keys; return at most {MOST_METRICS}"
+                return RewardOutcome(None, "wrong_type", self._located(text))
             others = {str(name): _plain(item) for name, item in value.items() if name != SCORE}
             metrics = {name: float(item) for name, item in others.items() if _is_finite(item) and is_trainable(item)}
             value = value[SCORE]
+        if self._compares:
+            metrics[TOO_LONG] = float(isinstance(value, TooLong))
         value = _plain(value)
         if not isinstance(value, numbers.Real):
             return self._wrong(value, f"one number, or a dictionary with {SCORE!r}")

@@ -5,25 +5,32 @@ Expected results stay in this process: programs get inputs only. See `roll.rewar
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import without_reasoning
 from roll.rewards.reward_process import SelfTest
+from roll.rewards.sandbox.assertions import free_names
 from roll.rewards.sandbox.client import Job, Limits, Sandbox
 from roll.rewards.sandbox.values import NotPlain, decode, encode
 
-FENCE = re.compile(r"[ \t]*```[ \t]*([\w+-]*)")
-"""The line before or after a block of code; its group is the language."""
+FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*[{.]*([\w.+-]*)([^`]*)$")
+"""The line before or after a block of code: indentation, marks, language and more."""
 
-LANGUAGES = ("", "python", "python3", "py", "py3")
+PYTHON = re.compile(r"(?i)(?:py|python)[\d.]*")
+"""The language of a block in Python."""
+
+DEFINED = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*=", re.MULTILINE)
+"""A name that a program defines."""
 
 TIME_OF_OTHERS_S = 5.0
 """Part of `timeout_s` that is left for the rest of a call after all tests have used their time."""
@@ -37,7 +44,7 @@ TOLERANCE = 1e-6
 DECIMALS = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?\d+[eE]-\d+")
 """A number that may have been rounded."""
 
-NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ async def code_reward(
         SandboxError: the sandbox failed.
     """
     tests = read_tests(ground_truth, row)
-    program = program_in(response, config)
+    program = program_in(response, config, tests)
     if program is None:
         return {"score": config.wrong_score, "passed": 0.0, "has_code": 0.0}
     strict = config.reward_type == "strict"
@@ -117,33 +124,53 @@ async def _sandbox() -> Any:
         _idle.append(sandbox)
 
 
-def program_in(response: str, config: RewardConfig) -> str | None:
+def program_in(response: str, config: RewardConfig, tests: Tests | None = None) -> str | None:
     """The program of a response; None if there is none.
 
-    It is the last block of code that is marked as Python or not marked, or the whole response with `code_from: whole`.
-    What precedes `</think>` does not count.
+    It is the last block of code that is marked as Python, else the last that is not marked. If the tests use names, a
+    block that defines one comes before others. With
+    `code_from: whole` the program is the whole response. What precedes `</think>` does not count.
     """
     text = without_reasoning(response)
     if config.code_from == "whole":
         return text if text.strip() else None
-    blocks = [code for language, code in _blocks(text) if language.lower() in LANGUAGES]
-    return blocks[-1] if blocks else None
+    blocks = list(_blocks(text))
+    marked = [code for language, code in blocks if PYTHON.fullmatch(language)]
+    unmarked = [code for language, code in blocks if not language]
+    names = _names_in(tests) if tests is not None and len(marked) + len(unmarked) > 1 else set()
+    defining = [[code for code in codes if _defines(code, names)] for codes in (marked, unmarked)]
+    return next((codes[-1] for codes in (*defining, marked, unmarked) if codes), None)
+
+
+def _defines(code: str, names: set[str]) -> bool:
+    """Whether a block defines one of the names."""
+    return any(names.intersection(each) for each in DEFINED.findall(code)) if names else False
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and code of the blocks between marks; one that is not closed is none."""
-    language: str | None = None
+    """Language and code, without the indentation of the marks, of the blocks between marks; an open one is none."""
+    opening: re.Match[str] | None = None
     code: list[str] = []
     for line in text.splitlines(keepends=True):
         fence = FENCE.match(line)
-        if language is None:
+        if opening is None:
             if fence:
-                language, code = fence[1], []
-        elif fence and not line[fence.end() :].strip() and not fence[1]:
-            yield language, "".join(code)
-            language = None
+                opening, code = fence, []
+        elif fence and fence[2].startswith(opening[2]) and not fence[3] and not fence[4].strip():
+            yield opening[3], "".join(code)
+            opening = None
         else:
-            code.append(line)
+            indented = len(line) - len(line.lstrip(" \t"))
+            code.append(line[min(indented, len(opening[1])) :])
+
+
+def _names_in(tests: Tests) -> set[str]:
+    """The names of a program that its tests use; none for standard input."""
+    found = {part for name in (tests.name, tests.entry_point) for part in re.findall(r"\w+", name)}
+    for unit in tests.units:
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            found |= free_names([ast.parse(unit)])
+    return found - vars(builtins).keys()
 
 
 def _counted(tests: Tests, results: list[dict[str, Any]]) -> tuple[int, int]:
@@ -191,7 +218,10 @@ def _same_word(one: str, other: str) -> bool:
     if DECIMALS.fullmatch(other):
         found, wanted = float(one), float(other)
         return math.isfinite(wanted) and math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=1e-9)
-    return "." in one and Decimal(one) == Decimal(other)
+    try:
+        return "." in one and Decimal(one) == Decimal(other)
+    except InvalidOperation:  # an exponent beyond those that it has
+        return False
 
 
 def _same_result(text: str, expected: Any) -> bool:

@@ -2,11 +2,15 @@ r"""Reward of problems with one exact answer: extracts the answer of a response 
 
 from __future__ import annotations
 
-import logging
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 
 from roll.configs.rewards import RewardConfig
+from roll.rewards.calling import TooLong, without_reasoning
+from roll.rewards.math_answers import TooLongError, equal, same_answer
+
+__all__ = ["boxed", "equal", "extract_answer", "last_number", "math_reward"]
 
 BOXED = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(
@@ -22,15 +26,20 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-SCIENTIFIC = re.compile(r"([-+]?[\d.]+[eE][-+]?\d+)")
+FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$(?=\S)([^$\n]+)(?<=\S)\$(?!\d)|\\[\[(\])]")
+"""A formula between $ signs, which two prices are not, or one end of a formula in brackets."""
+
+VARIABLE = re.compile(r"\s*[a-z]\s*")
+
+OPERATOR_BEFORE = re.compile(r"[\d)}][ \t]*(?:[-+*^\u00d7\u00b7]|\\times|\\cdot)[ \t]*$")
+"""What stands before the last number of an expression such as `23+45`."""
+
+LONGEST_OPERATOR = 40
+"""Characters before a number in which an operator is looked for."""
+
+LATEX = re.compile(r"[\\^_{]")
 
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-
-LONGEST_ANSWER = 2_000
-"""Characters of an answer that is compared with math-verify."""
-
-DEEPEST_ANSWER = 12
-"""Brackets inside of each other in an answer that math-verify compares: its time doubles with each fraction."""
 
 
 def boxed(text: str) -> str | None:
@@ -60,10 +69,47 @@ def last_number(text: str) -> str | None:
     gives 1500.
     """
     numbers = NUMBER.findall(text)
-    if not numbers:
-        return None
-    number = numbers[-1].replace(",", "").replace("\u2212", "-").lstrip("+")
-    return SCIENTIFIC.sub(lambda match: f"{Decimal(match[1]).normalize():f}", number)
+    return _plain(numbers[-1]) if numbers else None
+
+
+def _plain(number: str) -> str:
+    number = number.replace(",", "").replace("\u2212", "-").lstrip("+")
+    return f"{Decimal(number).normalize():f}" if "e" in number.lower() and "/" not in number else number
+
+
+def last_formula_or_number(text: str) -> str | None:
+    r"""The last formula in `$...$`, `$$...$$`, `\(...\)` or `\[...\]`; the last number, if it stands behind that.
+
+    A number inside of LaTeX without such marks, as in `\sqrt{2}`, stands for all of it, and the last number of an
+    expression, as in `23+45`, for nothing. A formula that is a variable, as in "5 values of $n$", is no answer.
+    """
+    number = next(reversed(list(NUMBER.finditer(text))), None)
+    formulas = [each for each in _formulas(text) if number is None or not VARIABLE.fullmatch(each[1])]
+    end, formula = max(formulas, default=(-1, ""))
+    if number is None or end > number.start():
+        return formula or None
+    start = max(text.rfind(space, 0, number.start()) for space in " \t\n") + 1
+    ends = [text.find(space, number.end()) for space in " \t\n"]
+    word = text[start : min((end for end in ends if end >= 0), default=len(text))].strip("*.,;:!?'\"")
+    if LATEX.search(word):
+        return word
+    is_expression = OPERATOR_BEFORE.search(text, max(0, number.start() - LONGEST_OPERATOR), number.start())
+    return None if is_expression else _plain(number[0])
+
+
+def _formulas(text: str) -> Iterator[tuple[int, str]]:
+    """The end and the content of each formula; of aligned lines, what follows the last sign of equality."""
+    opened = 0
+    for match in FORMULA.finditer(text):
+        content = match[1] or match[2]
+        if content is None and match[0] in (r"\[", r"\("):
+            opened = match.end()
+            continue
+        if content is None:
+            content = text[opened : match.start()]
+        if r"\begin{a" in content:
+            content = content.rpartition("=")[2].partition(r"\end")[0]
+        yield match.end(), content.strip()
 
 
 def extract_answer(text: str, pattern: str) -> str | None:
@@ -71,7 +117,8 @@ def extract_answer(text: str, pattern: str) -> str | None:
 
     Args:
         text: the response.
-        pattern: `boxed`, `last_number`, or `boxed_or_last_number`: the box if there is one, else the last number.
+        pattern: `boxed`, `last_number`, or `boxed_or_last_number`: the box if there is one, else
+            `last_formula_or_number`.
 
     Raises:
         ValueError: the pattern is not one of these.
@@ -82,11 +129,9 @@ def extract_answer(text: str, pattern: str) -> str | None:
         return last_number(text)
     if pattern == "boxed_or_last_number":
         content = boxed(text)
-        return last_number(text) if content is None else content
+        return last_formula_or_number(text) if content is None else content
     raise ValueError(f"answer_pattern: {pattern!r} is not one of boxed, last_number, boxed_or_last_number")
 
-
-PLAIN_INTEGER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)")
 
 SELF_TEST: tuple[tuple[str, str, bool], ...] = (
     (r"12 + 34 = \boxed{46}", "46", True),
@@ -102,9 +147,8 @@ SELF_TEST: tuple[tuple[str, str, bool], ...] = (
 def math_reward(response: str, ground_truth: str, config: RewardConfig) -> float:
     r"""`correct_score` if the answer of the response equals the ground truth, else `wrong_score`.
 
-    The answer is extracted by `config.answer_pattern`; a response without one is wrong. Two plain integers are compared
-    by value, hundreds of thousands per second. Everything else is compared with math-verify (parse and verify), whose
-    own timeouts are off because the pool has a deadline.
+    The answer is extracted by `config.answer_pattern` and compared by `same_answer`; a response without one is wrong,
+    and so is one that is too long to compare. What precedes `</think>`, or follows an open `<think>`, does not count.
 
     Args:
         response: the decoded response, without the prompt.
@@ -112,60 +156,14 @@ def math_reward(response: str, ground_truth: str, config: RewardConfig) -> float
         config: `answer_pattern`, `correct_score` and `wrong_score` are used.
 
     Raises:
-        ValueError: the ground truth cannot be parsed as mathematics.
+        ValueError: the ground truth is empty.
     """
     expected = (boxed(ground_truth) or ground_truth.rpartition("####")[2]).strip()
-    answer = extract_answer(response, config.answer_pattern)
-    right = answer is not None and equal(answer, expected)
+    if not expected:
+        raise ValueError(f"ground truth {ground_truth!r} cannot be parsed: it has no answer")
+    answer = extract_answer(without_reasoning(response), config.answer_pattern)
+    try:
+        right = answer is not None and same_answer(answer, expected)
+    except TooLongError:
+        return TooLong(config.wrong_score)
     return config.correct_score if right else config.wrong_score
-
-
-def equal(answer: str, expected: str) -> bool:
-    """Whether two answers are the same number, expression or set.
-
-    Raises:
-        ValueError: `expected` cannot be parsed as mathematics.
-    """
-    if answer == expected:
-        return True
-    if PLAIN_INTEGER.fullmatch(answer) and PLAIN_INTEGER.fullmatch(expected):
-        return _integer(answer) == _integer(expected)
-    if len(answer) > max(LONGEST_ANSWER, len(expected)) or _depth(answer) > max(DEEPEST_ANSWER, _depth(expected)):
-        return False
-    return _verify(answer, expected)
-
-
-def warm_up() -> None:
-    """Loads math-verify, which takes seconds that must not count towards the deadline of a sample."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    _verify("0.5", r"\frac{1}{2}")
-
-
-def _depth(text: str) -> int:
-    """The most brackets that are open at one place."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return deepest
-
-
-def _integer(text: str) -> Decimal:
-    return Decimal(text.replace(",", ""))
-
-
-def _verify(answer: str, expected: str) -> bool:
-    from math_verify import parse, verify
-
-    gold = parse(_as_latex(expected), parsing_timeout=None) or parse(expected, parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"ground truth {expected!r} cannot be parsed as mathematics")
-    given = parse(_as_latex(answer), parsing_timeout=None) or parse(answer, parsing_timeout=None)
-    return bool(given) and bool(verify(gold, given, timeout_seconds=None))
-
-
-def _as_latex(text: str) -> str:
-    return rf"\boxed{{{text}}}"

@@ -22,9 +22,9 @@ from pebble.common.types import RemoteTraceback
 from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import dictionary_values
 
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, is_comparison
 from roll.rewards import reward_process
-from roll.rewards.calling import RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
 from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from roll.rewards.failed_calls import FailedGroups, HungCalls
 from roll.rewards.output import RewardOutput
@@ -43,7 +43,7 @@ ASYNC_GRACE_S = 5.0
 chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored again only if their process fails."""
 
 START_TIMEOUT_S = 120.0
-"""Deadline for a process to import the reward function; importing math-verify on a busy machine takes seconds."""
+"""Deadline for a process to import the reward function; importing torch on a busy machine takes seconds."""
 
 POLL_S = 0.5
 """How often a call that waits for its answer checks that the pool can give it."""
@@ -81,7 +81,8 @@ class RewardPool:
 
     Calls are sent in chunks, one to each process at a time. When a chunk passes the deadline or its process dies, the
     process is killed and the calls are made again one by one, each with its own deadline, so that only the failing call
-    fails; so they are where an exception ends them all (see `score_chunk`). A call whose process dies while it is
+    fails, or is wrong where the function is a built-in comparison; so they are where an exception ends them all (see
+    `score_chunk`). A call whose process dies while it is
     alone, as by the kernel where memory is short, or that ends so alone, is made once more, but not after its deadline
     or a limit of the reward ended the process. Every failure is an outcome with a reason, never a score. Processes that
     die without a call are replaced, and calls that waited for them are made again. A process that has been stopped by a
@@ -218,8 +219,17 @@ class RewardPool:
         chunks = [calls[first : first + size] for first in range(0, len(calls), size)]
         failed = FailedGroups({id(call): number for number, group in enumerate(groups) for call in group})
         scored = await asyncio.gather(*(self._score_chunk(chunk, failed) for chunk in chunks))
-        outcomes = iter([outcome for of_chunk in scored for of_call in of_chunk for outcome in of_call])
+        outcomes = iter([self._final(each) for of_chunk in scored for of_call in of_chunk for each in of_call])
         return [[next(outcomes) for _ in request.responses] for request in requests]
+
+    def _final(self, outcome: RewardOutcome) -> RewardOutcome:
+        """An outcome, or the score of a response that takes a built-in comparison too long."""
+        if self._is_too_long(outcome):
+            return RewardOutcome(self._config.wrong_score, metrics={TOO_LONG: 1.0})
+        return outcome
+
+    def _is_too_long(self, outcome: RewardOutcome) -> bool:
+        return outcome.reason == "timeout" and is_comparison(self._config.function)
 
     def close(self) -> None:
         """Kills the processes, waits for their end and cancels running `score` calls. Safe to call twice."""
@@ -271,7 +281,7 @@ class RewardPool:
                     self._hung.add(call, outcomes.failure)
                 outcomes = reward_process.failed(outcomes.failure, *call)
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
-            if failure is not None:
+            if failure is not None and not self._is_too_long(failure):
                 failed.add(call, failure)
             return outcomes
 
@@ -296,7 +306,7 @@ class RewardPool:
         call = None
         try:
             call = self._schedule(timeout_s, score, calls)
-            outcomes = await self._answer(call)
+            outcomes = reward_process.checked_answer(await self._answer(call), calls)
             self._restarts = 0
             if not isinstance(outcomes, RetiredProcess):
                 late = any(outcome.reason == "timeout" for of_call in outcomes for outcome in of_call)

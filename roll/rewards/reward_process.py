@@ -22,7 +22,7 @@ from roll.configs.user_code import (
     start_user_process,
     users_frame,
 )
-from roll.rewards.calling import RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.calling import NO_OUTCOME, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest, checked
 from roll.rewards.containment import contain, kill_descendants
 
 Call = tuple[RewardRequest, int | None]
@@ -199,6 +199,19 @@ def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredPro
     except BaseException as error:
         _Process.is_retired = True
         return RetiredProcess(RewardOutcome(None, "raised", _text(error)), os.getpid())
+
+
+def checked_answer(answer: Any, calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
+    """What `score_chunk` returned, as the driver may use it: the code of the user may have replaced that function."""
+    if isinstance(answer, RetiredProcess) and isinstance(answer.process, int):
+        return RetiredProcess(checked(answer.failure), answer.process)
+    found = answer if isinstance(answer, list) and len(answer) == len(calls) else [None] * len(calls)
+    return [
+        [checked(outcome) for outcome in of_call]
+        if isinstance(of_call, list) and len(of_call) == (_count(*call) or 1)
+        else failed(NO_OUTCOME, *call)
+        for call, of_call in zip(calls, found, strict=True)
+    ]
 
 
 def _outcomes(calls: Sequence[Call]) -> list[list[RewardOutcome]]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards import code_sandbox
@@ -44,6 +46,54 @@ def test_the_program_is_the_last_block_of_python():
     assert program_in(block("print()", ""), CONFIG) == "print()\n"
     assert program_in("```python\nnever closed", CONFIG) is None
     assert program_in(block("draft") + "</think> none", CONFIG) is None
+
+
+F = code_sandbox.Tests("asserts", units=["assert f([2, 1]) == sorted([2, 1])"])
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "program"),
+    [
+        (block("right") + block("4 2", ""), None, "right\n"),
+        (block("right") + block("4 2", "text") + block("ls", "pycon"), None, "right\n"),
+        (block("def f(x): ...") + block("print(f(2))"), F, "def f(x): ...\n"),
+        (block("def f(x): draft") + block("def f(x): ...") + block("f(2)"), F, "def f(x): ...\n"),
+        (block("f = max") + block("print(f(2))"), F, "f = max\n"),
+        (block("def f(x): ...", "") + block("print(f(2))"), F, "def f(x): ...\n"),
+        (block("def g(x): ...") + block("last"), F, "last\n"),
+        (
+            block("class Solution:\n  def f(self): ...") + block("x"),
+            code_sandbox.Tests("calls", name="f"),
+            "class Solution:\n  def f(self): ...\n",
+        ),
+        (
+            block("def f(x): ...") + block("x"),
+            code_sandbox.Tests("asserts", units=["def check(candidate): ..."], entry_point="f"),
+            "def f(x): ...\n",
+        ),
+        (block("right", "Python") + block("", "")[:9], None, "right\n"),
+        (block("right", "py") + block("x", "json"), None, "right\n"),
+        (block("right", "python3.11 title=a.py"), None, "right\n"),
+        ("1. So:\n   ```python\n   if 1:\n     right\n   ```\n", None, "if 1:\n  right\n"),
+        ("~~~python\n```\nright\n~~~\n", None, "```\nright\n"),
+        ("````python\n```\nright\n````\n", None, "```\nright\n"),
+        (block("right") + "```python\nnever closed", None, "right\n"),
+        ("<think>" + block("draft") + "</think>" + block("right"), None, "right\n"),
+        ("<think>" + block("draft"), None, None),
+        ("print(input())", None, None),
+    ],
+)
+def test_the_program_is_the_marked_block_that_defines_what_is_tested(response, tests, program):
+    assert program_in(response, CONFIG, tests) == program
+
+
+OUTPUTS = st.text() | st.from_regex(r"[-+]?[0-9.]{0,9}([eE][-+]?[0-9]{0,30})?", fullmatch=True)
+
+
+@given(OUTPUTS, OUTPUTS)
+@example("1.0e99999999999999999999999", "5")
+def test_any_two_outputs_can_be_compared(printed, expected):
+    assert same_output(printed, expected) in (True, False)
 
 
 def test_a_response_without_a_program_is_wrong():

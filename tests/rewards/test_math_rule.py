@@ -7,29 +7,7 @@ import time
 import pytest
 
 from roll.configs.rewards import RewardConfig
-from roll.rewards.math_rule import SELF_TEST, boxed, equal, extract_answer, last_number, math_reward
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected", "right"),
-    [
-        ("46", "46", True),
-        ("046", "46", True),
-        ("+46", "46", True),
-        ("1,234", "1234", True),
-        ("-5", "5", False),
-        ("123456789012345678901234567890", "123456789012345678901234567891", False),
-        ("0.5", r"\frac{1}{2}", True),
-        (r"\frac{2}{4}", "1/2", True),
-        ("2x+1", "1 + 2x", True),
-        (r"\{1, 2\}", r"\{2, 1\}", True),
-        ("x", "y", False),
-        ("", "4", False),
-        ("word salad", "4", False),
-    ],
-)
-def test_equality_is_mathematical(answer, expected, right):
-    assert equal(answer, expected) is right
+from roll.rewards.math_rule import SELF_TEST, boxed, extract_answer, last_number, math_reward
 
 
 def test_an_invalid_ground_truth_is_an_error_not_a_wrong_answer():
@@ -56,7 +34,7 @@ def test_the_self_test_holds_for_every_answer_pattern(pattern):
         assert math_reward(response, ground_truth, config) == float(right), response
 
 
-def test_importing_rewards_imports_neither_torch_nor_math_verify():
+def test_importing_rewards_imports_neither_torch_nor_sympy():
     code = "import sys, roll.rewards.pool, roll.rewards.math_rule; print({'torch', 'sympy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "set()"
@@ -137,9 +115,42 @@ def test_numbers_without_a_leading_zero_and_with_a_power_of_ten(text, number):
 def test_a_degenerate_answer_is_wrong_and_takes_no_time(answer):
     start = time.perf_counter()
     assert math_reward(r"\boxed{" + answer + "}", "7", RewardConfig()) == 0
-    assert time.perf_counter() - start < 5  # math-verify doubles its time with each fraction inside of another
+    assert time.perf_counter() - start < 5
 
 
 def test_a_deep_answer_counts_where_the_ground_truth_is_as_deep():
     answer, expected = (r"\frac{" * 13 + number + "}{1}" * 13 for number in ("7", "7.0"))
     assert math_reward(r"\boxed{" + answer + "}", expected, RewardConfig()) == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        (r"The answer is $\frac{3}{2}$.", "3/2", True),
+        (r"The answer is $\frac{3}{2}$.", "2", False),
+        (r"It is $\sqrt{2}$", "2", False),
+        (r"Thus \(x = \frac{1}{2}\).", "0.5", True),
+        (r"\[ x = 7 \]", "7", True),
+        ("$$\n\\frac{7}{2}\n$$", "3.5", True),
+        (r"\[\begin{aligned} x &= 3+4 \\ &= 7 \end{aligned}\]", "7", True),
+        (r"The answer is \frac{3}{2}.", "2", False),
+        (r"The answer is \frac{3}{2}.", "3/2", True),
+        (r"so 2\sqrt{3}", "3", False),
+        ("it is 2^{10}", "10", False),
+        ("23 + 45", "45", False),
+        ("23 + 45 = 68", "68", True),
+        ("#### 42", "42", True),
+        ("#### 1,042", "1042", True),
+        ("The answer is **$42$**.", "42", True),
+        ("there are 42 integers $n$.", "42", True),
+        ("$5 each make $15.", "15", True),
+        (r"We pay \$15.", "15", True),
+        ("three of them:\n1\n- 5", "5", True),
+        (r"<think>\boxed{4}</think> The answer is 3.", "4", False),
+        (r"<think>\boxed{4}</think> The answer is 3.", "3", True),
+        (r"<think>so \boxed{4}", "4", False),
+        (r"so 4</think> \boxed{5}", "5", True),
+    ],
+)
+def test_the_answer_of_a_response_without_a_box(response, truth, right):
+    assert math_reward(response, truth, RewardConfig()) == float(right)

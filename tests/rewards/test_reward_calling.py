@@ -12,6 +12,7 @@ import pytest
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import ALL, READS, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
+from roll.rewards.reward_process import RetiredProcess, checked_answer
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3="})
 ROW = {"prompt": "2+3=", "answer": "5", "data_source": "sums", "extra_info": {"split": "train"}}
@@ -183,3 +184,37 @@ def test_a_result_for_a_group_is_a_list(value):
 def test_a_wrong_result_for_a_group_fails_all_of_it(value, message):
     found = RewardFunction(lambda responses: None, RewardConfig()).outcomes(value, 2)
     assert len(found) == 2 and all(message in each.detail and each.reason == "wrong_type" for each in found)
+
+
+OUTCOME = RewardOutcome(0.5, metrics={"length": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ([[OUTCOME]], None),
+        ([[RewardOutcome(None, "raised", "no")]], "raised"),
+        *(([[RewardOutcome(score)]], "not_finite") for score in (1e30, -1e19, float("nan"), float("inf"))),
+        ([[RewardOutcome(0.5, metrics={"length": float("nan")})]], "not_finite"),
+        *(([[RewardOutcome(score)]], "wrong_type") for score in ("1", None, 1j, 10**400)),
+        ([[RewardOutcome(0.5, metrics={"length": "long"})]], "wrong_type"),
+        ([[RewardOutcome(0.5, metrics=dict.fromkeys(map(str, range(100_000)), 1.0))]], "wrong_type"),
+        *(
+            (answer, "wrong_type")
+            for answer in (99.0, None, [], [99.0], [[99.0]], [[]], [[OUTCOME, OUTCOME]], [[OUTCOME]] * 2)
+        ),
+    ],
+)
+def test_what_a_process_answers_is_checked_by_the_driver(answer, reason):
+    ((outcome,),) = checked_answer(answer, [(RewardRequest(("a",), ""), 0)])
+    assert outcome.reason == reason and (outcome == OUTCOME or outcome.score is None)
+
+
+def test_a_retired_process_has_a_failure_without_a_score_beyond_the_limit():
+    retired = checked_answer(RetiredProcess(RewardOutcome(1e30), 7), [(RewardRequest(("a",), ""), 0)])
+    assert retired == RetiredProcess(RewardOutcome(None, "not_finite", "the process of the reward returned 1e+30"), 7)
+
+
+def test_a_dictionary_with_very_many_numbers_is_no_result():
+    many = outcome({"score": 1.0, **dict.fromkeys(range(100_000), 1.0)})
+    assert many.reason == "wrong_type" and "100001 keys; return at most 1000" in many.detail

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from pebble.pool.base_pool import PoolStatus
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import RewardPool, RewardSelfTestError
@@ -202,7 +202,7 @@ def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
 
 DRIVER = f"""
 import asyncio
-from roll.configs.rewards import RewardConfig
+from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
 
@@ -383,6 +383,19 @@ def test_the_rest_of_a_group_with_a_failed_response_is_not_scored(tmp_path):
     assert {outcome.reason for outcome in lost} == {"timeout"} and [each.score for each in others] == [1.0, 1.0]
     alone = notes.read_text().splitlines()
     assert len([line for line in alone if line.startswith("hang")]) <= 4, "its other responses were tried one by one"
+
+
+def test_a_response_that_takes_a_built_in_comparison_too_long_is_wrong_and_the_rest_of_its_group_is_scored():
+    config = RewardConfig(function=BUILT_IN["regex"].function, pattern="(a+)+$", timeout_s=1.0, wrong_score=-1.0)
+
+    async def run():
+        async with RewardPool(config) as pool:
+            first = await pool.score([RewardRequest(("a" * 60 + "b", "aa", "b"), "aa")])
+            return first + await pool.score([RewardRequest(("a" * 60 + "b", "aa"), "aa")])
+
+    first, again = asyncio.run(run())
+    assert [(each.score, each.metrics["too_long_to_compare"]) for each in first] == [(-1, 1), (1, 0), (-1, 0)]
+    assert [(each.score, each.metrics["too_long_to_compare"]) for each in again] == [(-1, 1), (1, 0)]
 
 
 def test_a_call_beyond_the_memory_limit_fails_and_the_next_one_is_scored():

@@ -390,6 +390,24 @@ def test_methods_of_classes_run_between_set_up_and_tear_down(base: str) -> None:
     assert results == [{"total": 2}, {"passed": True}, {"passed": True}, {"state": "ended"}]
 
 
+@pytest.mark.parametrize("error", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "SystemExit", "Own"])
+def test_no_exception_of_a_program_ends_a_loop_of_its_tests(error: str) -> None:
+    code = f"class Own(StopIteration): pass\ndef f(x): raise {error}\ndef g(x):\n    yield x\n    yield 2"
+    tests = ["assert all(map(lambda n: f(n) == n, [1, 2]))", "assert list(iter(lambda: f(1), 1)) == []"]
+    results = ran(Job(code, "asserts", False, units=[*tests, "assert list(g(1)) == [1, 2]"]))
+    assert [each["passed"] for each in results if "passed" in each] == [False, False, True]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_memory_that_no_limit_counts_is_refused(isolation: str) -> None:
+    code = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "try: os.memfd_create('x')\nexcept OSError as error: print(error.errno)\n"
+        "print(libc.syscall(447, 0), ctypes.get_errno() in (1, 38))\n"  # memfd_secret
+    )
+    assert output(code, isolation) == {"state": "ended", "text": "1\n-1 True\n"}
+
+
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_memory_shared_by_number_is_refused(isolation: str) -> None:
     code = (

@@ -51,7 +51,10 @@ class Link:
         write_frame(self._fd, json.dumps(request).encode())
         answer = json.loads(read_frame(self._fd))
         if "raised" in answer:
-            raise self._exception(*json.loads(answer["raised"]))
+            raised = self._exception(*json.loads(answer["raised"]))
+            if isinstance(raised, StopIteration | StopAsyncIteration) and action != "__next__":
+                raised = RuntimeError(f"{type(raised).__name__}: {raised}")  # it would end a `map` of the tests early
+            raise raised
         if "arguments" in answer:
             for mine, changed in zip(arguments, decode(answer["arguments"], self.object_of), strict=True):
                 _replace_content(mine, changed)
@@ -207,6 +210,12 @@ def _tested(trees: list[ast.Module], entry_point: str) -> str:
     """The name of the program that the tests are about: of the entry point, or the only one that they use."""
     if entry_point:
         return re.split(r"\W", entry_point, maxsplit=1)[0]
+    alone = free_names(trees)
+    return alone.pop() if len(alone) == 1 else ""
+
+
+def free_names(trees: list[ast.Module]) -> set[str]:
+    """The names that tests use and do not define."""
     used: set[str] = set()
     bound: set[str] = set()
     for node in itertools.chain.from_iterable(map(ast.walk, trees)):
@@ -218,8 +227,7 @@ def _tested(trees: list[ast.Module], entry_point: str) -> str:
             bound.add(node.arg)
         elif isinstance(node, ast.alias):
             bound.add((node.asname or node.name).partition(".")[0])
-    alone = used - bound
-    return alone.pop() if len(alone) == 1 else ""
+    return used - bound
 
 
 def _known(name: str, item: dict[str, Any], link: Link) -> Any:

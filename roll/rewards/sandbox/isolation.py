@@ -278,18 +278,19 @@ def drop_privileges(user: int, in_namespaces: bool) -> None:
 
 DENIED = {
     "x86_64": (
-        *(29, 64, 68),
+        *(29, 64, 68, 319, 447),
         *(41, 101, 103, 135, 155, 161, 163, 165, 166, 167, 168, 169, 175, 176, 179, 240, 246, 248, 249, 250, 272, 298),
         *(300, 303, 304, 308, 310, 311, 312, 313, 320, 321, 323, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442),
     ),
     "aarch64": (
-        *(194, 190, 186, 198),
+        *(194, 190, 186, 279, 447),
+        198,
         *(117, 116, 92, 41, 51, 89, 40, 39, 224, 225, 142, 105, 106, 60, 180, 104, 217, 218, 219, 97, 241),
         *(262, 264, 265, 268, 270, 271, 272, 273, 294, 280, 282, 425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442),
     ),
 }
-"""System calls that a program is refused: memory, semaphores and queues that outlive it, sockets, tracing, mounts,
-namespaces, modules, keys, kernel interfaces."""
+"""System calls that a program is refused: memory that no limit counts or that outlives it, semaphores, queues, sockets,
+tracing, mounts, namespaces, modules, keys, kernel interfaces."""
 
 SIGNALS = {
     "x86_64": (62, 129, 141, 200, 203, 234, 251, 297, 302, 424),

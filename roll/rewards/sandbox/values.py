@@ -9,6 +9,9 @@ from typing import Any
 MAX_DEPTH = 200
 """Nesting of lists and dictionaries; deeper values are refused on both sides."""
 
+COLLIDING = 64
+"""Keys for each different hash in a set or dictionary, at most."""
+
 LISTS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
 DICTIONARIES = (collections.defaultdict, collections.OrderedDict, collections.Counter)
 """Sent as a dictionary, to which they are equal."""
@@ -75,6 +78,17 @@ def decode(text: str | bytes, reference: Any = None) -> Any:
         raise NotPlain(f"{type(error).__name__}: {error}"[:200]) from None
 
 
+def _spread(keys: list[Any]) -> list[Any]:
+    """Keys of a set or a dictionary, which takes quadratic time to make where their hashes are equal.
+
+    Raises:
+        NotPlain: many have equal hashes, as only numbers that were chosen for it have.
+    """
+    if len(keys) > COLLIDING * len(set(map(hash, keys))):
+        raise NotPlain("keys with equal hashes")
+    return keys
+
+
 def _unpacked(value: Any, reference: Any, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise NotPlain("nested too deeply")
@@ -84,11 +98,11 @@ def _unpacked(value: Any, reference: Any, depth: int) -> Any:
         return value
     kind, items = value.get("type"), value.get("items")
     if kind in LISTS:
-        return LISTS[kind](_unpacked(item, reference, depth + 1) for item in items or ())
+        members = [_unpacked(item, reference, depth + 1) for item in items or ()]
+        return LISTS[kind](members if kind in ("tuple", "deque") else _spread(members))
     if kind == "dict":
-        return {
-            _unpacked(key, reference, depth + 1): _unpacked(item, reference, depth + 1) for key, item in items or ()
-        }
+        keys = _spread([_unpacked(key, reference, depth + 1) for key, _ in items or ()])
+        return dict(zip(keys, (_unpacked(item, reference, depth + 1) for _, item in items or ()), strict=True))
     if kind == "bytes":
         return bytes.fromhex(items or "")
     if kind == "complex":

@@ -1,0 +1,535 @@
+r"""Compares answers in closed form exactly, such as `\frac{3}{2}`, `2\sqrt{3}`, `[0, 1)` and `x = 5`.
+
+Every step is linear in the length of an answer, and no number is evaluated whose size is not bounded first.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from mpmath import mp
+
+LONGEST_ANSWER = 2_000
+"""Characters of an answer that is compared; more where the ground truth is as long."""
+
+DEEPEST_ANSWER = 60
+"""Brackets inside of each other in an answer that is compared."""
+
+MOST_PAIRS = 2_500
+"""Pairs of items of two sets that are compared; items that are written alike are not counted."""
+
+MOST_BITS = 30_000
+"""Size of a number that is evaluated, as the exponent of its power of two."""
+
+DIGITS, COMPARED_DIGITS, POINTS = 100, 60, 3
+"""Digits of an evaluation, digits that must be equal, and values that each letter gets."""
+
+
+class TooLongError(ValueError):
+    """An answer is too long, too deep or too large a number to be compared."""
+
+
+class _Unknown(ValueError):
+    """A text is no expression that can be evaluated."""
+
+
+def equal(answer: str, expected: str) -> bool:
+    """Whether an answer is the expected one; one that is too long to compare is not."""
+    try:
+        return same_answer(answer, expected)
+    except TooLongError:
+        return False
+
+
+def same_answer(answer: str, expected: str) -> bool:
+    r"""Whether an answer is the expected number, expression, relation, interval, tuple, set, matrix or text.
+
+    Numbers are compared as rationals. Where a number is expected, the answer must be a number too, not an expression
+    such as `23+45` that needs evaluating; a division is one where an integer is expected. Other expressions are equal
+    if their values are, to COMPARED_DIGITS digits, at POINTS values of each letter; texts without regard to case and
+    spaces. Items of sets and lists have no order; those of tuples, intervals and matrices have one.
+
+    Raises:
+        TooLongError: see LONGEST_ANSWER, DEEPEST_ANSWER, MOST_PAIRS and MOST_BITS.
+    """
+    if answer == expected:
+        return True
+    if len(answer) > max(LONGEST_ANSWER, len(expected)):
+        raise TooLongError(f"{len(answer)} characters")
+    with mp.workdps(DIGITS):
+        return _same(_normalized(answer), _normalized(expected))
+
+
+# From LaTeX to a smaller alphabet
+
+CHARACTERS = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "\u00b7": "×", "\u22c5": "×", "*": "×", "÷": "/", "\u2044": "/", "π": r"\pi "}
+    | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "°": "", "~": " ", "\u00a0": " "}
+    | {"€": "", "£": "", "¥": "", "‡": ""}
+)
+COMMANDS = {
+    **dict.fromkeys(("left", "right", "middle", "displaystyle", "quad", "qquad", "limits", "degree"), " "),
+    **dict.fromkeys(("big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr"), " "),
+    **dict.fromkeys(("times", "cdot", "ast"), "×"),
+    **dict.fromkeys(("le", "leq", "leqslant"), "≤"),
+    **dict.fromkeys(("ge", "geq", "geqslant"), "≥"),
+    **dict.fromkeys(("ne", "neq"), "≠"),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), r"\binom"),
+    **dict.fromkeys(("emptyset", "varnothing"), "⦃⦄"),
+    **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
+    **{"lt": "<", "gt": ">", "approx": "=", "in": "∈", "cup": "∪", "pm": "±", "mp": "∓", "div": "/"},
+    **{"lbrace": "⦃", "rbrace": "⦄", "lbrack": "[", "rbrack": "]", "langle": "(", "rangle": ")"},
+}
+MATRIX = re.compile(r"\\(begin|end)\s*\{(?:[pbBvV]?matrix|array)\}(?:\{[lcr|\s]*\})?")
+ESCAPED = {"\\": ";", "{": "⦃", "}": "⦄", "%": "%", ",": " ", ";": " ", ":": " ", " ": " "}
+COMMAND = re.compile(r"\\(?:([A-Za-z]+)|.)", re.DOTALL)
+TEXT = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname|boldsymbol)\s*\{([^{}]*)\}")
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+SHORT_ARGUMENT = re.compile(r"(\\frac(?:\s*\{[^{}]*\})?)\s*([0-9A-Za-z])(?![A-Za-z])")
+
+
+def _normalized(text: str) -> str:
+    """An answer without formatting: sets in ⦃⦄, matrices in ⟦⟧, and ‡ in front of text."""
+    text = TEXT.sub(r"‡\1 ", text.translate(CHARACTERS)).replace("{,}", ",").replace(r"\!", "")
+    text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"\^\s*(?:\\circ\b|\{\s*\\circ\s*\})", "", text)
+    text = MATRIX.sub(lambda match: "⟦" if match[1] == "begin" else "⟧", text).replace("&", ",")
+    text = COMMAND.sub(
+        lambda match: COMMANDS.get(match[1], match[0]) if match[1] else ESCAPED.get(match[0][1], ""), text
+    )
+    text = text.replace("$", "")
+    for _ in range(2):
+        text = SHORT_ARGUMENT.sub(r"\1{\2}", text)
+    if not re.search(r"[(\[⦃⟦]", text):
+        text = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    if re.search(r"\d", text):
+        text = re.sub(r"‡?\s*\b(?:and|or)\b", ",", text)
+    return text.strip().rstrip(".,;: \n").removeprefix("=").strip()
+
+
+# Structure
+
+OPENING, CLOSING = "([{⦃⟦", ")]}⦄⟧"
+RELATIONS = "=<>≤≥≠∈"
+
+
+def _split(text: str, separators: str) -> tuple[list[str], str]:
+    """The parts of a text between separators outside of brackets, and these separators."""
+    parts, found, depth, start = [], "", 0, 0
+    for position, character in enumerate(text):
+        if character in OPENING:
+            depth += 1
+            if depth > DEEPEST_ANSWER:
+                raise TooLongError("brackets inside of each other")
+        elif character in CLOSING:
+            depth -= 1
+        elif character in separators and depth == 0:
+            parts.append(text[start:position].strip())
+            found += character
+            start = position + 1
+    return [*parts, text[start:].strip()], found
+
+
+def _same(answer: str, expected: str) -> bool:
+    if answer == expected:
+        return True
+    (ours, is_set), (theirs, is_expected_set) = _items(answer), _items(expected)
+    if is_set or is_expected_set:
+        return is_set and is_expected_set and _same_items(ours, theirs)
+    return _same_relation(*_split(answer, RELATIONS), *_split(expected, RELATIONS))
+
+
+def _items(text: str) -> tuple[list[str], bool]:
+    """The items of a set or of a list without brackets, and whether the text is one."""
+    if "±" in text:
+        both = (text.replace("±", one).replace("∓", other) for one, other in ("+-", "-+"))
+        return [item for each in both for item in _items(each)[0]], True
+    content = _inside(text, "⦃", "⦄")
+    if content is not None:
+        return (_split(content, ",")[0] if content else []), True
+    items = _split(text, ",")[0]
+    return items, len(items) > 1
+
+
+def _inside(text: str, opening: str, closing: str) -> str | None:
+    """The content of a text that is one bracket from its start to its end."""
+    if len(text) < 2 or text[0] not in opening or text[-1] not in closing:
+        return None
+    inner = text[1:-1].strip()
+    depth = lowest = 0
+    for character in inner:
+        depth += (character in OPENING) - (character in CLOSING)
+        lowest = min(lowest, depth)
+    return inner if lowest == 0 == depth else None
+
+
+def _same_items(ours: list[str], theirs: list[str]) -> bool:
+    """Whether each item of either has an equal item in the other."""
+    known, wanted = ({_number(item) or item: item for item in items} for items in (ours, theirs))
+    extra = [item for key, item in known.items() if key not in wanted]
+    missing = [item for key, item in wanted.items() if key not in known]
+    if len(extra) * len(wanted) + len(missing) * len(known) > MOST_PAIRS:
+        raise TooLongError(f"sets of {len(ours)} and {len(theirs)} items")
+    return all(any(_same(item, other) for other in wanted.values()) for item in extra) and all(
+        any(_same(other, item) for other in known.values()) for item in missing
+    )
+
+
+def _same_relation(ours: list[str], by: str, theirs: list[str], expected_by: str) -> bool:
+    """Whether two chains of relations are the same; `x = 5` is the same as `5`."""
+    if not by or not expected_by:
+        return set(by + expected_by) <= {"=", "∈"} and _same_union(ours[-1], theirs[-1])
+    if set(by + expected_by) <= {"=", "∈"}:
+        if _text(ours[0]) == _text(theirs[0]):
+            return _same(ours[-1], theirs[-1])
+        ours, theirs, by, expected_by = [ours[0], ours[-1]], [theirs[0], theirs[-1]], by[0], expected_by[0]
+    one, other = _differences(ours, by), _differences(theirs, expected_by)
+    return one is not None and one == other
+
+
+def _differences(sides: list[str], by: str) -> set[tuple[str, tuple[Any, ...]]] | None:
+    """Each relation of a chain as one between 0 and the difference of its sides, up to a factor."""
+    found = set()
+    for left, right, relation in zip(sides, sides[1:], by, strict=False):
+        if relation in ">≥":
+            left, right, relation = right, left, {">": "<", "≥": "≤"}[relation]
+        values = _value(f"({right})-({left})")
+        if values is None or relation == "∈" or values[0] in (None, 0):
+            return None
+        factor = abs(values[0]) if relation in "<≤" else values[0]
+        found.add((relation, _rounded(tuple(None if each is None else each / factor for each in values))))
+    return found
+
+
+def _same_union(answer: str, expected: str) -> bool:
+    ours, theirs = _split(answer, "∪")[0], _split(expected, "∪")[0]
+    if len(ours) > 1 or len(theirs) > 1:
+        return len(ours) > 1 and len(theirs) > 1 and _same_items(ours, theirs)
+    (brackets, rows), (wanted_brackets, wanted) = _group(answer), _group(expected)
+    if not rows and not wanted:
+        return _same_scalar(answer, expected)
+    if brackets != wanted_brackets or [len(row) for row in rows] != [len(row) for row in wanted]:
+        return False
+    return all(_same(*pair) for row, other in zip(rows, wanted, strict=True) for pair in zip(row, other, strict=True))
+
+
+def _group(text: str) -> tuple[str, list[list[str]]]:
+    """The brackets and rows of an interval, a tuple or a matrix; no rows where the text is none."""
+    is_matrix = text.startswith("⟦")
+    inner = _inside(text, "⟦", "⟧") if is_matrix else _inside(text, "([", ")]")
+    rows = [_split(row, ",")[0] for row in _split(inner, ";")[0] if row] if inner else []
+    return (text[0] + text[-1], rows) if rows and (is_matrix or len(rows[0]) > 1) else ("", [])
+
+
+# Numbers and texts
+
+PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)"
+POWER = r"\^(?:\{\s*([-+]?\d{1,4})\s*\}|([-+]?\d{1,4}))"
+WORDS = "pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp"
+UNITS = "mm|cm|dm|km|ft|mi|mg|kg|lb|lbs|oz|ml|mph|kmh|hrs?|min|sec|[ap]m"
+NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s*
+    (?:
+        (?:(?P<whole>\d+)\s*)?\\frac\s*\{{\s*(?P<over>[-+]?{PLAIN})\s*\}}\s*\{{\s*(?P<under>[-+]?{PLAIN})\s*\}}
+      | (?:(?P<whole_2>\d+)\s+)?(?P<over_2>{PLAIN})\s*/\s*(?P<under_2>[-+]?{PLAIN})
+      | (?P<start>\d*\.\d*)\\overline\s*\{{\s*(?P<repeated>\d+)\s*\}}
+      | (?:(?P<factor>{PLAIN})\s*×\s*)?10\s*(?P<power>{POWER})
+      | (?P<plain>{PLAIN}(?:[eE][-+]?\d{{1,4}})?)
+    )
+    (?P<unit>\s*(?:%|(?:{UNITS})\b|\s(?!(?:{WORDS})\b)[A-Za-z][A-Za-z ./]+)(?:\^\{{?\d\}}?)?)?""",
+    re.VERBOSE,
+)
+NO_EXPRESSION = re.compile(r"[^\d\\^_+×/|]*")
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number that is written as one; `divided` if it is a quotient of others."""
+
+    value: Fraction
+    divided: bool
+    unit: str
+
+
+@lru_cache(maxsize=4 * LONGEST_ANSWER)
+def _number(text: str) -> _Number | None:
+    r"""The number that a text is: with decimals, a fraction, a mixed number, a power of ten; None if it is another."""
+    text, _, unit = text.removeprefix("‡").partition("‡")
+    for opening, closing in ("()", "{}"):
+        text = _inside(text.strip(), opening, closing) or text.strip()
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    if len(text) > 2 * LONGEST_ANSWER:
+        raise TooLongError(f"a number of {len(text)} characters")
+    part = match.groupdict()
+    over, under = part["over"] or part["over_2"], Fraction(part["under"] or part["under_2"] or 1)
+    if under == 0:
+        return None
+    value = Fraction(over or part["plain"] or part["factor"] or 1) / under + int(part["whole"] or part["whole_2"] or 0)
+    if part["power"]:
+        value *= Fraction(10) ** int(part["power"].strip("^{} "))
+    elif part["repeated"]:
+        decimals, period = len(part["start"].partition(".")[2]), part["repeated"]
+        value = Fraction(f"0{part['start']}0") + Fraction(int(period), (10 ** len(period) - 1) * 10**decimals)
+    unit = re.sub(r"[^a-z\d%]", "", (part["unit"] or unit).lower()).removesuffix("s")
+    return _Number(-value if part["sign"] == "-" else value, over is not None, unit)
+
+
+def _same_scalar(answer: str, expected: str) -> bool:
+    number, wanted = _number(answer), _number(expected)
+    if wanted is not None:
+        return number is not None and _same_number(number, wanted)
+    if all(NO_EXPRESSION.fullmatch(each) for each in (answer, expected)):
+        return _text(answer) == _text(expected)
+    (answer, _, unit), (expected, _, wanted_unit) = (each.partition("‡") for each in (answer, expected))
+    if unit and wanted_unit and _text(unit) != _text(wanted_unit):
+        return False
+    value, wanted_value = _value(answer), _value(expected)
+    if value is None or wanted_value is None:
+        return _text(answer) == _text(expected) != ""
+    return _rounded(value) == _rounded(wanted_value)
+
+
+def _same_number(number: _Number, wanted: _Number) -> bool:
+    """Whether numbers and units are equal, if both have one; 50% is the same as 50 and as 0.5."""
+    if number.unit and wanted.unit and number.unit != wanted.unit:
+        return False
+    if number.divided and not wanted.divided and wanted.value.denominator == 1:
+        return False
+    factors = {Fraction(1)}
+    if "%" in (number.unit, wanted.unit) and number.unit != wanted.unit:
+        factors.add(Fraction(100) if number.unit == "%" else Fraction(1, 100))
+    return any(number.value == wanted.value * factor for factor in factors)
+
+
+def _text(text: str) -> str:
+    text = re.sub(r"[\s{}‡]", "", text)
+    text = _inside(text, "(", ")") or text
+    return text.casefold() if len(text) > 1 else text
+
+
+# Values of expressions
+
+_Value = tuple[Any, ...]
+"""The value at each of POINTS values of the letters; None where there is none."""
+
+TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|\\([A-Za-z]+)|([A-Za-z]+)|(\S))")
+SYMBOLS = frozenset(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega infty ell".split()
+)
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
+    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
+    **{"ln": mp.log, "log": lambda x: mp.log(x) / mp.log(10), "exp": lambda x: _power(mp.e, x)},
+}
+INVERSE = {name: FUNCTIONS[f"arc{name}"] for name in ("sin", "cos", "tan")}
+
+
+def _bounded(value: Any, bits: int = MOST_BITS) -> Any:
+    if value and abs(mp.mag(value)) > bits:
+        raise TooLongError("a number of this size")
+    return value
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if base and abs(exponent) * (abs(mp.mag(base)) + 1) > MOST_BITS:
+        raise TooLongError("a power of this size")
+    return mp.power(base, exponent)
+
+
+def _natural(value: Any) -> Any:
+    """A natural number whose factorial is evaluated."""
+    if _bounded(value, 12) != mp.nint(value) or mp.re(value) < 0:
+        raise _Unknown("no natural number")
+    return value
+
+
+def _each(function: Callable[..., Any], *values: _Value) -> _Value:
+    """The results of a function at every point."""
+    results = []
+    for arguments in zip(*values, strict=True):
+        try:
+            results.append(None if None in arguments else _bounded(function(*arguments)))
+        except (ZeroDivisionError, mp.NoConvergence):
+            results.append(None)
+    return tuple(results)
+
+
+def _rounded(value: _Value) -> _Value:
+    """Values that are equal if they differ by errors of rounding only."""
+    parts = [None if each is None else (mp.re(each), mp.im(each)) for each in value]
+    least = mp.mpf(10) ** -COMPARED_DIGITS
+    return tuple(
+        pair and tuple(mp.nstr(part, COMPARED_DIGITS) if abs(part) > least else "0" for part in pair) for pair in parts
+    )
+
+
+@lru_cache(maxsize=1024)
+def _value(text: str) -> _Value | None:
+    """The value of an expression; None of a text that is none, or has no value anywhere."""
+    try:
+        value = _Expression(text).value()
+    except _Unknown:
+        return None
+    return None if set(value) == {None} else value
+
+
+class _Expression:
+    """Evaluates an expression from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[tuple[str, str]] = []
+        for number, command, letters, other in TOKEN.findall(text.replace("‡", " ")):
+            if number or command:
+                self._tokens.append(("number", number) if number else ("command", command))
+            elif letters in FUNCTIONS or letters in ("pi", "sqrt"):
+                self._tokens.append(("command", letters))
+            elif len(letters) > 3:
+                raise _Unknown(letters)
+            else:
+                self._tokens += [("letter", letter) for letter in letters] or [(other, other)]
+        self._at, self._depth = 0, 0
+
+    def value(self) -> _Value:
+        result = self._sum()
+        if self._at < len(self._tokens):
+            raise _Unknown(self._tokens[self._at][1])
+        return result
+
+    def _kind(self) -> str:
+        return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
+
+    def _take(self, kind: str = "") -> str:
+        """The next token, which must be of this kind."""
+        if not self._kind() or kind and self._kind() != kind:
+            raise _Unknown(f"no {kind}")
+        self._at += 1
+        return self._tokens[self._at - 1][1]
+
+    def _takes(self, kind: str) -> bool:
+        """Whether the next token is of this kind, which is taken then."""
+        if self._kind() != kind:
+            return False
+        self._at += 1
+        return True
+
+    def _sum(self) -> _Value:
+        result = self._product()
+        while self._kind() in ("+", "-"):
+            sign = 1 if self._take() == "+" else -1
+            result = _each(lambda one, other, sign=sign: one + sign * other, result, self._product())
+        return result
+
+    def _product(self, of_function: bool = False) -> _Value:
+        """Factors with or without a sign between them; the argument of a function ends at a sign or a function."""
+        result = self._factor()
+        while True:
+            name = self._tokens[self._at][1] if self._kind() == "command" else ""
+            if self._kind() in ("×", "/") and not of_function:
+                divided = self._take() == "/"
+                factor = self._factor()
+                result = _each(mp.fdiv if divided else mp.fmul, result, factor)
+            elif self._kind() in ("number", "letter", "command", "(", "[", "{") and not (
+                of_function and name in FUNCTIONS
+            ):
+                result = _each(mp.fmul, result, self._factor())
+            else:
+                return result
+
+    def _factor(self) -> _Value:
+        negative = False
+        while self._kind() in ("+", "-"):
+            negative ^= self._take() == "-"
+        result = self._base()
+        while self._kind() in ("^", "!"):
+            if self._take() == "!":
+                result = _each(lambda value: mp.factorial(_natural(value)), result)
+            else:
+                result = _each(_power, result, self._argument(signed=True))
+        return _each(mp.fneg, result) if negative else result
+
+    def _argument(self, signed: bool = False) -> _Value:
+        """What a power, a root or a fraction applies to: one token, or an expression in braces."""
+        negative = signed and self._takes("-")
+        result = self._base()
+        return _each(mp.fneg, result) if negative else result
+
+    def _base(self) -> _Value:
+        self._depth += 1
+        if self._depth > DEEPEST_ANSWER:
+            raise TooLongError("expressions inside of each other")
+        result = self._atom()
+        self._depth -= 1
+        return result
+
+    def _atom(self) -> _Value:
+        kind = self._kind()
+        if kind == "number":
+            return (mp.mpf(self._take()),) * POINTS
+        if kind == "letter":
+            return self._symbol(self._take())
+        if kind == "command":
+            return self._command(self._take())
+        for opening, closing in ("()", "[]", "{}", "||"):
+            if self._takes(opening):
+                result = self._sum()
+                self._take(closing)
+                return _each(abs, result) if opening == "|" else result
+        raise _Unknown(kind)
+
+    def _command(self, name: str) -> _Value:
+        if name in ("frac", "binom"):
+            over, under = self._argument(), self._argument()
+            if name == "frac":
+                return _each(mp.fdiv, over, under)
+            return _each(lambda n, k: mp.binomial(_natural(n), _natural(k)), over, under)
+        if name == "sqrt":
+            degree = self._base() if self._kind() == "[" else (mp.mpf(2),) * POINTS
+            return _each(lambda value, n: _power(value, 1 / n), self._argument(), degree)
+        if name in FUNCTIONS:
+            return self._function(name)
+        if name == "pi":
+            return (+mp.pi,) * POINTS
+        if name in SYMBOLS:
+            return self._symbol(name)
+        raise _Unknown(name)
+
+    def _function(self, name: str) -> _Value:
+        function, power = FUNCTIONS[name], None
+        if name == "log" and self._takes("_"):
+            base = self._argument()
+            return _each(lambda x, b: mp.log(x) / mp.log(b), self._operand(), base)
+        if self._takes("^"):
+            power = self._argument(signed=True)
+            if set(power) == {mp.mpf(-1)} and name in INVERSE:
+                function, power = INVERSE[name], None
+        argument = self._operand()
+        result = _each(lambda value: function(_bounded(value, 1000)), argument)
+        return result if power is None else _each(_power, result, power)
+
+    def _operand(self) -> _Value:
+        return self._base() if self._kind() in ("(", "{", "[") else self._product(of_function=True)
+
+    def _symbol(self, name: str) -> _Value:
+        if self._takes("_"):
+            name += "_" + "".join(self._subscript())
+        if name in ("e", "i"):
+            return (+mp.e if name == "e" else mp.mpc(0, 1),) * POINTS
+        drawn = random.Random(name)
+        return tuple(mp.mpf(drawn.uniform(0.5, 3)) * (-1) ** point for point in range(POINTS))
+
+    def _subscript(self) -> Iterator[str]:
+        if not self._takes("{"):
+            yield self._take()
+            return
+        while not self._takes("}"):
+            yield self._take()
