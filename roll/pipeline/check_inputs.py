@@ -284,11 +284,10 @@ async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt]
         first.setdefault((prompt.tag, prompt.ground_truth is None), prompt)
     tags = list(dict.fromkeys(prompt.tag for prompt in prompts))
     for name, reward in rewards.items():
-        for tag in reward.tag_included:
-            if tags and tag not in tags:
-                report.warn(
-                    f"rewards.{name}.tag_included", f"no row read has the tag {tag}; there are {', '.join(tags)}"
-                )
+        absent = [tag for tag in reward.tag_included if tags and tag not in tags]
+        if absent:
+            message = f"no row read has the tag {', '.join(absent)}; there are {', '.join(tags)}"
+            report.warn(f"rewards.{name}.tag_included", message)
     requests: dict[str, list[RewardRequest]] = {name: [] for name in rewards}
     for (tag, _), prompt in first.items():
         names = rewards_of(rewards, tag)
