@@ -157,7 +157,7 @@ async def compare(file: Path) -> dict[int, dict[str, Any]]:
     from roll.configs.agentic import AgenticConfig
     from roll.configs.load import load_config
     from roll.distributed.infer_worker import InferWorker
-    from roll.distributed.resources import start_ray, stop_ray
+    from roll.distributed.ray_session import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
 
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -31,7 +31,7 @@ from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from examples.tiny_math.problems import write_problems
 from roll.distributed.events import EVENTS_FILE
-from roll.distributed.leftovers import MARK, SHARED_MEMORY, ray_folder
+from roll.distributed.leftovers import PREFIX, SHARED_MEMORY, temporary_folder
 from roll.trackers.files import read_metrics
 from tests.integration.faults import (
     FAULTS_FILE,
@@ -253,7 +253,8 @@ def play(number: int, model: Path, seed: int) -> Round:
         each.problems += accounting(folder, each)
     each.problems += [f"process left: {name}" for name in still_running(folder, run.pid, 15.0)]
     each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
-    each.problems += [f"Ray session left: {path.parent}" for path in ray_folder().glob(f"session_*_{run.pid}/{MARK}")]
+    sessions = temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}")
+    each.problems += [f"Ray session left: {path}" for path in sessions]
     log = folder / "run" / EVENTS_FILE
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
     if each.fault == CHECKPOINT and "checkpoint skipped" not in each.events:

@@ -70,7 +70,8 @@ def engines(folder: Path, count: int) -> Iterator[World]:
     )
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer_worker import InferWorker
-    from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+    from roll.distributed.ray_session import start_ray, stop_ray
+    from roll.distributed.resources import ResourceManager
     from roll.distributed.train_worker import TrainWorker
     from roll.models.tiny import write_tiny_model
 

@@ -149,7 +149,8 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
     )
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer_worker import InferWorker
-    from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+    from roll.distributed.ray_session import start_ray, stop_ray
+    from roll.distributed.resources import ResourceManager
     from roll.distributed.train_worker import TrainWorker
     from roll.models.tiny import write_tiny_model
 

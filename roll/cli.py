@@ -19,7 +19,8 @@ from roll import __version__
 from roll.configs.errors import ConfigError, Report, RunError
 from roll.configs.user_code import search_modules_beside
 from roll.distributed.processes import gc_paused
-from roll.terminal import EXIT_INTERRUPTED, configure_logging, end_now, handle_interrupt, log_to_console
+from roll.redaction import redact
+from roll.terminal import EXIT_INTERRUPTED, TERMINATION, configure_logging, end_now, handle_interrupt, log_to_console
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -136,8 +137,8 @@ def plan(
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
     """Checks the configuration and this machine, then trains; returns the exit code of the run.
 
-    Until the run itself handles Ctrl-C there is nothing to keep, and an exception in the middle of an import might be
-    swallowed there: so Ctrl-C ends the process at once.
+    Until the run itself handles signals there is nothing to keep, and an exception in the middle of an import might be
+    swallowed there: so a signal ends the process at once.
     """
     report: HealthFile | None = None
 
@@ -146,7 +147,7 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             report.end("interrupted")
         end_now("interrupted before anything was started")
 
-    with handle_interrupt(interrupt), contextlib.ExitStack() as held:
+    with handle_interrupt(interrupt), handle_interrupt(interrupt, *TERMINATION), contextlib.ExitStack() as held:
         log_to_console()
         logger.info("reading %s", config)
         from roll.configs.hardware import prepare_run
@@ -216,10 +217,10 @@ def _exit_code(command: Callable[[], int]) -> int:
     try:
         return command()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return EXIT_CONFIG_ERROR
     except RunError as error:
-        print(error, file=sys.stderr)
+        print(redact(str(error)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

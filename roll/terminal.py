@@ -22,12 +22,16 @@ import psutil
 from rich.console import Console
 
 from roll.configs.errors import ConfigError, Problem
+from roll.redaction import redact
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code after Ctrl-C, as shells define it."""
+
+TERMINATION = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run in order, as a scheduler or a closed terminal sends them."""
 
 UNWRAPPED_WIDTH = 10_000
 """Width of output that is not a terminal: lines are not wrapped."""
@@ -47,6 +51,14 @@ def make_console(file: TextIO | None = None) -> Console:
     return console if console.is_terminal else Console(file=file, highlight=False, width=UNWRAPPED_WIDTH)
 
 
+class RedactedLines(logging.Formatter):
+    """Formats messages, also those with a traceback, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of a message."""
+        return str(redact(super().format(record)))
+
+
 class ConsoleLog(logging.Handler):
     """Prints messages to standard output, each after the seconds since the command started."""
 
@@ -64,7 +76,7 @@ class FileLog(logging.FileHandler):
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(RedactedLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         """Removes this handler from the log."""
@@ -77,7 +89,9 @@ def log_to_console() -> None:
     """Prints the log of the project."""
     root = logging.getLogger("roll")
     root.setLevel(logging.INFO)
-    root.handlers = [ConsoleLog()]
+    console = ConsoleLog()
+    console.setFormatter(RedactedLines())
+    root.handlers = [console]
 
 
 def configure_logging(config: BaseConfig) -> None:

@@ -44,6 +44,11 @@ def this_machine() -> Hardware:
     return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)), memory_bytes=memory)
 
 
+def joins_ray() -> bool:
+    """Whether a run joins the Ray that RAY_ADDRESS names, instead of starting its own."""
+    return os.environ.get("RAY_ADDRESS", "").strip() not in ("", "local")
+
+
 def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[str]:
     """Resolves `platform: auto` by the hardware of this machine, and checks everything a run needs.
 
@@ -54,7 +59,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
         ConfigError: a model, dataset or checkpoint is missing, or there are too few devices.
     """
     hardware = hardware or this_machine()
-    joins = "RAY_ADDRESS" in os.environ
+    joins = joins_ray()
     guessed = config.platform == "auto" and joins and not hardware.gpus
     _resolve_auto(config, hardware)
     report = check(config)
@@ -178,7 +183,7 @@ def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
 def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
     """No device is on another machine than this one, unless Ray joins others."""
     per_node = config.num_devices_per_node or (hardware.gpus if platform == "cuda" else 0)
-    if not per_node or "RAY_ADDRESS" in os.environ:
+    if not per_node or joins_ray():
         return
     counted = "num_devices_per_node is" if config.num_devices_per_node else "the number of GPUs here is"
     for role, worker in config.device_roles().items():
@@ -202,7 +207,7 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
         hardware: of this machine.
         report: gets what is missing.
     """
-    if platform == "cuda" and "RAY_ADDRESS" not in os.environ:
+    if platform == "cuda" and not joins_ray():
         _check_gpus(config, hardware, report)
     elif platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
         report.missing_resource(
@@ -211,7 +216,7 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
     per_node = config.num_devices_per_node
     if platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
         _check_one_machine(config, platform, hardware, report)
-    if platform == "cpu" and "RAY_ADDRESS" not in os.environ:
+    if platform == "cpu" and not joins_ray():
         _check_memory(config, hardware, report)
     if per_node is not None or platform != "cpu":
         return

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from roll.redaction import redact
+
 logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
@@ -69,7 +71,7 @@ class EventLog:
             self._omitted[key] = self._omitted.get(key, 0) + 1
             return
         self._last[key] = now
-        message = " ".join(message.split())
+        message = redact(" ".join(message.split()))
         if omitted := self._omitted.pop(key, 0):
             message += f" (and {omitted} more since the last such event)"
         logger.log(level, "%s %s", component, message)

@@ -7,16 +7,26 @@ import json
 import os
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from ray._common.utils import get_default_ray_temp_dir
+from ray._common.utils import get_default_system_temp_dir
+
+PREFIX = "roll-"
+"""Beginning of the names of the folders of runs."""
 
 MARK = "started_by_roll"
-"""File in the session folder of a run: the id of its driver, and what tells that process from others."""
+"""File in the folder of a run: the id of its driver, and what tells that process from others."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a path that Linux accepts for a socket."""
+
+LONGEST_SOCKET = f"/{PREFIX}12345678/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -26,39 +36,39 @@ seconds of the youngest that is removed: a process maps a file of SGLang's soon 
 before it has this name. Each use of a file makes it younger."""
 
 
-def protect_session(folder: Path) -> None:
-    """Marks a session folder as that of this process, and closes it to other users: its logs have the environment."""
-    folder.chmod(0o700)
+def make_session_folder() -> Path:
+    """Makes a folder for Ray's files of this run that other users cannot enter.
+
+    Ray opens each folder that it makes to everyone, so it makes them within this one.
+    """
+    parent = temporary_folder()
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     (folder / MARK).write_text(json.dumps({"process": os.getpid(), "began": _began(os.getpid()), **_machine()}) + "\n")
+    return folder
 
 
 def remove_session(folder: Path) -> None:
-    """Removes the folder of a session that has ended, and the link to it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    latest = folder.parent / "session_latest"
-    if latest.is_symlink() and not latest.exists():
-        latest.unlink(missing_ok=True)
+    """Removes the folder of a run whose processes have ended; its mark last, so that a later run can complete this."""
+    shutil.rmtree(folder / "ray", ignore_errors=True)
+    if not (folder / "ray").exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_sessions_of(process: int) -> None:
-    """Removes the session folders of a driver whose Ray did not start; Ray names them by its process id."""
-    for folder in ray_folder().glob(f"session_*_{process}"):
-        remove_session(folder)
+def temporary_folder() -> Path:
+    """Where the folders of runs are: RAY_TMPDIR, TMPDIR or /tmp; /tmp where the paths of sockets would be too long."""
+    folder = Path(get_default_system_temp_dir()).absolute()  # type: ignore[no-untyped-call]
+    return folder if len(os.fsencode(folder)) + len(LONGEST_SOCKET) <= MAX_SOCKET_PATH else Path("/tmp")
 
 
-def ray_folder() -> Path:
-    """Where Ray keeps its sessions: below RAY_TMPDIR, TMPDIR or /tmp, as it decides itself."""
-    return Path(get_default_ray_temp_dir())  # type: ignore[no-untyped-call]
-
-
-def remove_leftovers(sessions: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:
+def remove_leftovers(temporary: Path | None = None, shared: Path = SHARED_MEMORY, wait: bool = False) -> list[Path]:
     """Removes what drivers and engines that were killed have left: sessions of dead runs, and unused shared memory.
 
     Only files of this user are removed, and of shared memory only those that no process has mapped. With `wait` it
     waits until files of processes that were killed a moment ago are old enough.
     """
     removed = []
-    for folder in _dead_sessions(sessions or ray_folder()):
+    for folder in _dead_sessions(temporary or temporary_folder()):
         remove_session(folder)
         removed.append(folder)
     if wait and {*_shared_files(shared, older=False)} - {*_shared_files(shared)}:
@@ -73,11 +83,13 @@ def remove_leftovers(sessions: Path | None = None, shared: Path = SHARED_MEMORY,
     return removed
 
 
-def _dead_sessions(sessions: Path) -> Iterator[Path]:
-    for mark in sessions.glob(f"session_*/{MARK}"):
+def _dead_sessions(temporary: Path) -> Iterator[Path]:
+    """Folders of this user's runs whose driver is dead, also those that an earlier version left in Ray's own folder."""
+    for mark in [*temporary.glob(f"{PREFIX}*/{MARK}"), *temporary.glob(f"ray/session_*/{MARK}")]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             driver = json.loads(mark.read_text())
-            if not mark.parent.is_symlink() and not _may_run(driver):
+            status = mark.parent.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not _may_run(driver):
                 yield mark.parent
 
 

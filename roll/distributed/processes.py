@@ -41,8 +41,15 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": import_path(),
     }
+
+
+def import_path() -> str:
+    """The driver's import path, for PYTHONPATH; the standard library comes first, so that no file replaces it."""
+    library = os.path.dirname(os.__file__)
+    standard = (library, os.path.join(library, "lib-dynload"))
+    return os.pathsep.join(sorted((path or os.getcwd() for path in sys.path), key=lambda path: path not in standard))
 
 
 def log_file(config: BaseConfig, name: str) -> str:

@@ -1,53 +1,24 @@
-"""Ray and the devices of a run: starts Ray, and reserves the devices of all roles or reports what does not fit."""
+"""The devices of a run: reserves those of all roles on the nodes of Ray, or reports what does not fit."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import signal
-import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray._private import services
-from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
-from roll.distributed.leftovers import protect_session, remove_leftovers, remove_session, remove_sessions_of
-from roll.distributed.processes import ProcessGroup
-from roll.distributed.remote_errors import RAY_GUESSES
+from roll.distributed.ray_session import CPU_SLOT
 from roll.platforms.platform import LOOPBACK
 
-if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
-
-
-CPU_SLOT = "cpu_slot"
-"""Ray resource that is one device on platform cpu; a node joined by hand declares it with `ray start --resources`."""
-OBJECT_STORE_BYTES = 1 << 29
-"""Enough for the batches of a step; the store spills to disk beyond it."""
 RESERVE_TIMEOUT_S = 10.0
 """Reserving free devices takes under a second; longer means that another run holds them."""
 NODE_TIMEOUT_S = 60.0
 """For the first process on a node, which imports this package."""
-_session: Path | None = None
-"""Folder of the Ray session that this process has started."""
-_group: ProcessGroup | None = None
-"""Ray's processes of that session, and those of all workers."""
-CONNECT_TIMEOUT_S = 5.0
-"""A running Ray accepts a connection at once."""
-
-
-class RayStartError(RuntimeError):
-    """Ray could not be started or joined; the message names the reason and the remedy."""
 
 
 class ResourceError(RuntimeError):
@@ -136,133 +107,6 @@ def resource_table(
     lines.append(f"{'role':<18}{device_word}")
     lines.extend(f"{role:<18}{spans(sorted(devices))}" for role, devices in roles.items())
     return "\n".join(lines)
-
-
-def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
-    """Starts Ray on this machine, or joins the one that RAY_ADDRESS names.
-
-    Args:
-        config: the run.
-        platform_name: cpu or cuda.
-        num_devices: CPU slots or GPUs this machine offers.
-
-    Raises:
-        RayStartError: with the reason, at once.
-    """
-    global _session, _group
-    if ray.is_initialized():
-        return
-    remove_leftovers()
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to every other process
-    if address:
-        _probe(address)
-        options = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
-    else:
-        options["address"] = "local"  # without it Ray would join any Ray that runs on this machine
-        options.update(num_cpus=len(os.sched_getaffinity(0)), object_store_memory=OBJECT_STORE_BYTES)
-        options.update({"num_gpus": num_devices} if platform_name == "cuda" else {"resources": {CPU_SLOT: num_devices}})
-    at_end = signal.getsignal(signal.SIGTERM)
-    try:
-        if address:
-            ray.init(**options)
-        else:
-            _group = ProcessGroup()
-            with on_loopback(), in_group(_group.id):
-                context: Any = ray.init(**options, _node_ip_address=LOOPBACK)
-            _session = Path(context.address_info["session_dir"])
-            protect_session(_session)
-    except Exception as error:  # Ray raises Exception itself where a process of its own does not start in time
-        stop_ray()
-        if not address:
-            remove_sessions_of(os.getpid())
-        where = f"join the Ray at RAY_ADDRESS={address}" if address else "start Ray on this machine"
-        advice = "; the machine may be too busy: try again" if "timed out" in str(error) else ""
-        cause = f"{type(error).__name__}: {error}{advice}"
-        raise RayStartError(f"cannot {where} for run {config.exp_name!r}: {cause}") from error
-    _handle_sigterm(at_end)
-    _print_no_guesses()
-
-
-def _print_no_guesses() -> None:
-    """Keeps Ray from printing what may have killed a process: the run says which process died, and where its log is."""
-    printed = ray_worker.print_to_stdstream
-    if hasattr(printed, "__wrapped__"):  # by an earlier start in this process
-        return
-
-    @functools.wraps(printed)
-    def print_others(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not any(RAY_GUESSES.search(line) for line in data.get("lines", [])):
-            printed(data, *args, **kwargs)
-
-    ray_worker.print_to_stdstream = print_others
-
-
-def _handle_sigterm(handler: Any) -> None:
-    """Restores a handler that Ray replaced by one that aborts the process and leaves child processes running."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def on_loopback() -> Iterator[None]:
-    """Lets Ray start on the loopback address, so that no port of a run on one machine is open to others.
-
-    Ray replaces that address by one of the network, in a function without an option; here it keeps the address.
-    """
-    replaced = services.resolve_ip_for_localhost
-    services.resolve_ip_for_localhost = lambda host: host
-    try:
-        yield
-    finally:
-        services.resolve_ip_for_localhost = replaced
-
-
-@contextlib.contextmanager
-def in_group(group: int) -> Iterator[None]:
-    """Lets Ray start its processes in this process group, for which it has no option."""
-
-    class InGroup(services.ConsolePopen):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, process_group=group, **kwargs)
-
-    replaced = services.ConsolePopen
-    services.ConsolePopen = InGroup  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = replaced  # type: ignore[misc]
-
-
-def stop_ray() -> None:
-    """Ends the processes that `start_ray` started, if any, and removes the files of their session."""
-    global _session, _group
-    ray.shutdown()
-    if _group is not None:
-        _group.end()
-    session, _session, _group = _session, None, None
-    if session is not None:
-        remove_session(session)
-        remove_leftovers(wait=True)
-
-
-def _probe(address: str) -> None:
-    """Checks that a server listens at `host:port`; Ray itself would retry for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        if address in ("auto", "local"):
-            return
-        raise RayStartError(f"RAY_ADDRESS={address!r} is not HOST:PORT; unset it to start Ray on this machine")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise RayStartError(
-            f"no Ray answers at RAY_ADDRESS={address} ({error}); start one there with `ray start --head`, or unset "
-            "RAY_ADDRESS to start Ray on this machine"
-        ) from error
 
 
 class ResourceManager:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import re
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,9 @@ from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import DRIVER, EventLog, set_aside_events
 from roll.distributed.process_watch import deaths_as_causes
 from roll.distributed.processes import gc_freeze, gc_unfreeze
+from roll.distributed.ray_session import RayStartError
 from roll.distributed.remote_errors import ClusterError
-from roll.distributed.resources import RayStartError, ResourceError
+from roll.distributed.resources import ResourceError
 from roll.distributed.weight_sync.synchronizer import WeightUpdateError
 from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
@@ -58,7 +58,7 @@ from roll.pipeline.session import Session
 from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.platforms import get_platform
-from roll.terminal import EXIT_INTERRUPTED, end_now, handle_interrupt, say
+from roll.terminal import EXIT_INTERRUPTED, TERMINATION, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary
 
@@ -310,7 +310,7 @@ async def run_once(
 
 @contextlib.contextmanager
 def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
-    """Ctrl-C ends the run after its step and, the second time, at once; SIGTERM cancels the run.
+    """Ctrl-C ends the run after its step and, the second time, at once; SIGTERM and SIGHUP cancel the run.
 
     The handler raises nothing, so nothing that is being started or ended, Ray for example, is left half-way.
     """
@@ -328,7 +328,7 @@ def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
     def cancel() -> None:
         events.call_soon_threadsafe(task.cancel)
 
-    with handle_interrupt(interrupt), handle_interrupt(cancel, signal.SIGTERM):
+    with handle_interrupt(interrupt), handle_interrupt(cancel, *TERMINATION):
         yield
 
 

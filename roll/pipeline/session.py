@@ -20,9 +20,10 @@ from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.process_watch import ProcessWatch
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
-from roll.distributed.resources import ResourceManager, start_ray, stop_ray
+from roll.distributed.resources import ResourceManager
 from roll.distributed.score_worker import ScoreWorker
 from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train_worker import TrainWorker
@@ -129,8 +130,10 @@ class Session:
         per_node = config.num_devices_per_node or self._platform.device_count()
         if self._resources is None:
             logger.info("starting Ray")
-            start_ray(config, self._platform.name, per_node)
-            await asyncio.sleep(0)
+            try:
+                start_ray(config, self._platform.name, per_node)
+            finally:
+                await asyncio.sleep(0)
             mappings = {role: worker.device_mapping for role, worker in roles.items()}
             self._resources = ResourceManager(self._platform.name, per_node, mappings)
             await fetch_on_nodes(config, self._resources)

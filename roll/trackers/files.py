@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from typing import IO, Any
 
 from roll.configs.errors import RunError
 from roll.distributed.events import append_line
+from roll.redaction import redact
 from roll.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
@@ -326,33 +326,9 @@ def dependency_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **ordered}
 
 
-SECRET = re.compile(
-    r"(api_?key|access_key|password|secret|(access|api|auth|hf|hub|sdk|tracking)_token)$", re.IGNORECASE
-)
-"""Names of keys and environment variables whose values are not shown."""
-
-
-ENVIRONMENT = "system_envs"
-"""Key of environment variables."""
-
-SECRET_VARIABLE = re.compile(r"token|key|secret|passw|credential|auth", re.IGNORECASE)
-"""Names of environment variables whose values are not shown."""
-
-
 def without_secrets(config: Any) -> Any:
-    """A configuration as nested mappings, with `***` for the values of keys such as api_key."""
-
-    def hide(value: Any, secret: re.Pattern[str] = SECRET) -> Any:
-        if isinstance(value, Mapping):
-            return {
-                name: "***"
-                if item and secret.search(str(name))
-                else hide(item, SECRET_VARIABLE if name == ENVIRONMENT else SECRET)
-                for name, item in value.items()
-            }
-        return [hide(item) for item in value] if isinstance(value, list | tuple) else value
-
-    return hide(json.loads(json.dumps(config, default=plain)))
+    """A configuration as nested mappings, with `***` for secrets."""
+    return redact(json.loads(json.dumps(config, default=plain)))
 
 
 def plain(value: Any) -> Any:

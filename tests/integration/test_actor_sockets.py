@@ -16,7 +16,7 @@ import ray
 
 from roll.configs.pipeline import BaseConfig
 from roll.distributed import rpc_socket
-from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.rpc_batching import CallError, RpcActor, RpcClient, RpcServer, rpc_client
 from roll.distributed.rpc_socket import MessageError
 

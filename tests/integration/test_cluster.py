@@ -23,9 +23,10 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.processes import has_ended, log_file
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
-from roll.distributed.resources import ResourceError, ResourceManager, start_ray, stop_ray
+from roll.distributed.resources import ResourceError, ResourceManager
 
 pytestmark = pytest.mark.integration
 
@@ -198,7 +199,7 @@ def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: Resource
 def test_a_ray_that_cannot_start_is_an_error_with_its_reason(config: BaseConfig) -> None:
     code = textwrap.dedent("""
         from roll.configs.pipeline import BaseConfig
-        from roll.distributed.resources import RayStartError, start_ray
+        from roll.distributed.ray_session import RayStartError, start_ray
         try:
             start_ray(BaseConfig(), "cpu", 2)
         except RayStartError as error:
@@ -218,7 +219,7 @@ def test_a_ray_that_cannot_start_is_an_error_with_its_reason(config: BaseConfig)
 def test_another_ray_on_this_machine_is_not_joined() -> None:
     code = textwrap.dedent("""
         from roll.configs.pipeline import BaseConfig
-        from roll.distributed.resources import start_ray, stop_ray
+        from roll.distributed.ray_session import start_ray, stop_ray
         start_ray(BaseConfig(), "cpu", 2)
         stop_ray()
     """)

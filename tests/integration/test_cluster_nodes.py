@@ -24,7 +24,8 @@ from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.model_download import fetch_on_nodes
-from roll.distributed.resources import CPU_SLOT, ResourceError, ResourceManager, start_ray, stop_ray
+from roll.distributed.ray_session import CPU_SLOT, start_ray, stop_ray
+from roll.distributed.resources import ResourceError, ResourceManager
 from roll.terminal import EXIT_INTERRUPTED
 from roll.tools.doctor import measure
 from tests.configs.samples import SFT, write

@@ -20,7 +20,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool
 from roll.distributed.env_pool.types import EnvFailure, EnvSpec
 from roll.distributed.processes import has_ended, thread_environment
-from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.envs import make_env
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 from test_async_run import check_invariants, check_weights_of_versions
 
 from roll.distributed.events import EVENTS_FILE
-from roll.distributed.leftovers import ray_folder
+from roll.distributed.leftovers import PREFIX, temporary_folder
 from roll.pipeline.rollout_batch import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -57,7 +57,7 @@ def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **k
     (folder / OUTPUT).write_text(output)
     assert code == 0, output[-3000:]
     assert_nothing_is_left(folder)
-    assert not list(ray_folder().glob(f"session_*_{run.pid}"))
+    assert not list(temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}"))
     assert sorted((folder / HAPPENED_FILE).read_text().splitlines()) == sorted(faults), "a fault did not happen"
     check_samples(folder)
     return lines(folder)

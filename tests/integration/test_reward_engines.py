@@ -14,7 +14,7 @@ import ray
 import torch
 
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
-from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.score_worker import NOTHING_SAMPLED, ScoreWorker
 from roll.distributed.worker import WorkerRank
 from roll.models.tiny import TINY_SHAPE

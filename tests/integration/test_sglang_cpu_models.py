@@ -13,7 +13,7 @@ from sglang_host import RemoteEngine, largest_difference, requests
 from sglang_model_runner import which_models_are_taken
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 

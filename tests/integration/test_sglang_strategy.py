@@ -19,7 +19,7 @@ from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.events import EVENTS_FILE
 from roll.distributed.process_groups import BroadcastGroup, join_as_source
-from roll.distributed.resources import start_ray, stop_ray
+from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.strategy.sglang_engine import WATCH_INTERVAL_S, free_port, preferred_port
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec

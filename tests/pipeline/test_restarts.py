@@ -332,8 +332,8 @@ def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(
     assert len(runs.resumed) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_between_two_starts_ctrl_c_and_sigterm_end_the_run(
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_between_two_starts_a_signal_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     class Interrupted(EventLog):

@@ -16,8 +16,9 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TORCH_DTYPES, RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.process_groups import join_all_ranks
+from roll.distributed.ray_session import RayStartError, start_ray, stop_ray
 from roll.distributed.remote_errors import ClusterError, deadline_scope
-from roll.distributed.resources import RayStartError, ResourceError, ResourceManager, start_ray, stop_ray
+from roll.distributed.resources import ResourceError, ResourceManager
 from roll.distributed.worker import Worker, register
 from roll.platforms import get_platform
 from roll.tools.doctor.comparison import Pair, RankSpeeds, better_of, rounds_across_nodes, rounds_in_nodes, slow_speeds
