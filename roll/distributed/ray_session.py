@@ -98,7 +98,7 @@ _own: RunRay | None = None
 class DriverPath(JobConfig):
     """Workers search modules where the driver does, in its order.
 
-    Ray would let them search the current folder first, where a file such as `profile.py` replaces a standard module.
+    Ray would let them search the current folder first, where a file may have the name of a standard module.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
