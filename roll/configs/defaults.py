@@ -87,7 +87,10 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
     """Sets the third of prompt_length, response_length and sequence_length."""
     prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
     if response is None and sequence is None:
-        return [Problem("response_length", "is not given; write response_length, the longest response in tokens")]
+        given = {"pretrain": config.pretrain, "actor_train.data_args.file_name": config.actor_train.data_args.file_name}
+        needed = "".join(f", and {path}" for path, value in given.items() if not value)
+        message = f"is not given; write response_length, the longest response in tokens{needed}"
+        return [Problem("response_length", message)]
     if response is None and sequence is not None:
         if sequence <= prompt:
             hint = f"leaves no room for a response after prompt_length {prompt}; use more than {prompt}"

@@ -125,3 +125,9 @@ def test_a_key_that_changes_nothing_is_accepted_alone(tmp_path: Path, override: 
 def test_lora_is_answered_with_one_line_in_any_spelling(tmp_path: Path, override: str) -> None:
     lines = refusal(tmp_path, override).splitlines()
     assert len(lines) == 2 and "needs what is not available here: LoRA (" in lines[1]
+
+
+def test_a_fragment_is_answered_with_what_a_file_needs(tmp_path: Path) -> None:
+    text = "trainer: {nnodes: 1, n_gpus_per_node: 8, device: cuda}\nrollout: {nnodes: 1, n_gpus_per_node: 2}\n"
+    needed = "the longest response in tokens, and pretrain, and actor_train.data_args.file_name"
+    assert refusal(tmp_path, text=text).endswith(needed)
