@@ -124,6 +124,8 @@ custom_reward_function.path custom_reward_function.name
 LAYOUT = "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size " \
          "context_parallel_size expert_model_parallel_size sequence_parallel"  # fmt: skip
 
+RECOMPUTING = "recompute_granularity recompute_method recompute_num_layers"
+
 SCHEDULE = {
     "lr_warmup_steps": "warmup_steps",
     "lr_warmup_steps_ratio": "warmup_ratio",
@@ -149,9 +151,7 @@ VERL_KEYS = {
     **{f"{ROLLOUT}.val_kwargs.{name}": f"validation.generating_args.{ours}" for name, ours in SAMPLES.items()},
     f"{ROLLOUT}.free_cache_engine": "is_offload_states",
     f"{MODEL}.enable_gradient_checkpointing": f"{MEGATRON}.recompute_granularity",
-    f"{ACTOR}.megatron.override_transformer_config.recompute_granularity": f"{MEGATRON}.recompute_granularity",
-    f"{ACTOR}.megatron.override_transformer_config.recompute_method": f"{MEGATRON}.recompute_method",
-    f"{ACTOR}.megatron.override_transformer_config.recompute_num_layers": f"{MEGATRON}.recompute_num_layers",
+    **{f"{ACTOR}.megatron.override_transformer_config.{name}": f"{MEGATRON}.{name}" for name in RECOMPUTING.split()},
     f"{ACTOR}.optim.clip_grad": "max_grad_norm",
     "data.prompt_key": "actor_train.data_args.prompt",
     "data.seed": "seed",
@@ -191,40 +191,32 @@ ESTIMATOR_NAMES = {
 RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES, "adv_estimator": ESTIMATOR_NAMES}
 
 NO_EFFECT = {
-    "Megatron trains, and FSDP is not here": """actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config
-        critic.strategy critic.model.fsdp_config critic.fsdp_config""",
-    "context parallelism is not here; tensor_model_parallel_size divides the model among devices": """
-        actor_rollout_ref.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size""",
-    "is_offload_states moves the states of roles that share devices": """
-        *.*.megatron.*_offload critic.megatron.*_offload""",
-    "weights are converted without it": "*.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*",
+    "Megatron trains with its own layout and kernels; FSDP and context parallelism are not here": """
+        actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy critic.fsdp_config
+        critic.model.fsdp_config *.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
+        *.*.megatron.*_offload critic.megatron.*_offload *.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*
+        *.model.use_liger *.model.use_shm *.*.use_torch_compile *.*.use_fused_kernels
+        *.model.enable_activation_offload *.actor.entropy_from_* *.actor.entropy_checkpointing""",
+    "engines are SGLang's, with its defaults; actor_infer.strategy_args.strategy_config has its options": """
+        *.rollout.name *.rollout.mode *.rollout.agent *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype
+        *.rollout.layered_summon *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens
+        *.rollout.enforce_eager *.rollout.max_model_len *.rollout.enable_prefix_caching *.rollout.disable_log_stats""",
     "log-probs are computed in the micro-batches of training": "*.rollout.log_prob_* *.ref.log_prob_*",
-    "engines are SGLang's servers": "*.rollout.name *.rollout.mode *.rollout.agent *.rollout.engine_kwargs",
-    "engines get the weights of the trainer": "*.rollout.load_format *.rollout.layered_summon",
-    "engines keep SGLang's defaults; actor_infer.strategy_args.strategy_config has its options": """
-        *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens *.rollout.enforce_eager *.rollout.dtype
-        *.rollout.max_model_len *.rollout.enable_prefix_caching *.rollout.disable_log_stats""",
-    "prompt_length and response_length are the lengths": """*.rollout.prompt_length *.rollout.response_length
-        *.reward_kwargs.max_resp_len""",
-    "prompts longer than prompt_length are left out, never cut": "data.truncation data.filter_overlong_prompts*",
+    "prompt_length and response_length are the lengths; longer prompts are left out, never cut": """
+        *.rollout.prompt_length *.rollout.response_length *.reward_kwargs.max_resp_len
+        data.truncation data.filter_overlong_prompts*""",
     "prompts are submitted one by one, and query_filter_config replaces dropped groups": "data.gen_batch_size",
-    "prompts are read in one way": "data.return_* data.dataloader_num_workers",
     "the model's config.json is used as it is; change it there": "*.model.override_config *.model.external_lib",
-    "Megatron's kernels are used": """*.model.use_liger *.model.use_fused_kernels *.model.use_shm
-        *.actor.entropy_from_* *.actor.entropy_checkpointing
-        actor_rollout_ref.*.use_torch_compile *.actor.use_fused_kernels *.model.enable_activation_offload""",
-    "max_steps is the length of the schedule": "*.actor.optim.total_training_steps critic.optim.total_training_steps",
-    "max_grad_norm is a key of the run": "critic.optim.clip_grad critic.grad_clip",
+    "max_steps and max_grad_norm are keys of the run": """*.actor.optim.total_training_steps
+        critic.optim.total_training_steps critic.optim.clip_grad critic.grad_clip""",
     "rewards are functions": "reward.reward_manager reward_model.reward_manager reward_model.enable",
     "validation runs before step 1 where eval_steps is above 0": "trainer.val_before_train",
     "old_log_probs_source says whether the log-probs of engines are used": "*.use_rollout_* *.*.use_rollout_*",
-    "weights are sent in buckets of model_update_buffer_size_mb": "*.checkpoint_engine *.*.checkpoint_engine",
-    "engines validate": "async_training.use_trainer_do_validate async_training.parallel_validate_and_rollout",
-    "batches are always balanced": "trainer.balance_batch",
-    "every wait has a deadline": "trainer.ray_wait_* actor_rollout_ref.nccl_timeout",
-    "rollout_dump_dir has samples of every step": "trainer.log_val_generations trainer.rollout_data_dir",
     "equal device mappings share devices; one step off is async_generation_ratio: 1": "hybrid_engine *.hybrid_engine",
-}  # fmt: skip
+    "it is always done in one way": """*.checkpoint_engine *.*.checkpoint_engine *.use_trainer_do_validate
+        *.parallel_validate_and_rollout trainer.balance_batch trainer.ray_wait_* actor_rollout_ref.nccl_timeout
+        trainer.log_val_generations trainer.rollout_data_dir data.return_* data.dataloader_num_workers""",
+}
 """Why keys have no effect, whatever their values -> their patterns."""
 
 

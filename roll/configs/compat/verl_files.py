@@ -39,22 +39,47 @@ def place_pools(recipe: Recipe, pipeline: str) -> None:
     pools, else nodes of its own. Without `rollout`, both roles share the devices of `trainer`. `pipeline: sft` has no
     generation. A device mapping of the command line replaces the numbers of its pool.
     """
-    paths = [f"{pool}.{key}" for pool in POOLS for key in COUNTS if recipe.has(f"{pool}.{key}")]
-    values = {path: value for path in paths if (value := recipe.take(path)) is not None}
-    if not values:
+    node = recipe.get("num_devices_per_node")
+    sizes = _pool_sizes(recipe, node)
+    if not sizes:
         return
-    if not values.get("rollout.nnodes", 1):  # colocated
-        values = {path: value for path, value in values.items() if not path.startswith("rollout.")}
+    (nodes, devices), (other_nodes, others) = sizes["trainer"], sizes.get("rollout", (0, 0))
+    together = devices + others <= (node or DEVICES_PER_NODE)
+    per_node = node or (devices + others if together else max(devices, others))
+    start = devices if together else nodes * per_node
+    training = [n * per_node + device for n in range(nodes) for device in range(devices)]
+    generation = [start + n * per_node + device for n in range(other_nodes) for device in range(others)]
+    scored = recipe.get("use_kl_loss") or recipe.get("add_token_level_kl")
+    used = {"actor_infer": pipeline != "sft", "reference": scored, "critic": recipe.get("adv_estimator") == "gae"}
+    for role in ("actor_train", *(role for role, is_used in used.items() if is_used)):
+        pool = "rollout" if role == "actor_infer" and generation else "trainer"
+        path, where = f"{role}.device_mapping", f"{pool}.n_gpus_per_node"
+        numbers, mapping = f"{sizes[pool][0]} x {sizes[pool][1]} devices", generation if pool == "rollout" else training
+        if recipe.get(path) is None:
+            recipe.put(path, mapping)
+            recipe.note(where, f"{numbers} are read as {path}: {spans(mapping)}")
+        elif path in recipe.overridden:
+            recipe.note(where, f"{numbers} have no effect: {path} is given")
+        elif POOLS[pool] == role:
+            recipe.problems.append(two_spellings(where, path))
+    if node is None:
+        recipe.put("num_devices_per_node", per_node)
+        hint = "" if together or not others else "; if one node holds both pools, set it to its number of devices"
+        recipe.note("num_devices_per_node", f"is not given: {per_node} is assumed{hint}")
+
+
+def _pool_sizes(recipe: Recipe, node: int | None) -> dict[str, tuple[int, int]]:
+    """Takes the nodes of each pool and its devices on a node; none where there are none, or they are refused."""
+    paths = [f"{pool}.{key}" for pool in POOLS for key in COUNTS]
+    values = {path: value for path in paths if (value := recipe.take(path)) is not None}
+    if values.get("rollout.nnodes") == 0:  # colocated
+        recipe.note("rollout.nnodes", "has no effect: there is no pool of its own")
+        values = {path: value for path, value in values.items() if path.startswith("trainer.")}
     wrong = [path for path, value in values.items() if not _is_count(value)]
     for path in wrong:
         recipe.refuse(path, values[path], NO_NUMBER)
-    node = recipe.get("num_devices_per_node")
-    if wrong or (node is not None and not _is_count(node)):  # conversion reports the latter
-        return
-    if not values:
-        for path in paths:
-            recipe.note(path, "has no effect: there is no pool of its own")
-        return
+    if not values or wrong or not _is_count(node or 1):  # conversion reports the latter
+        return {}
     sizes = {
         pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
         for pool in POOLS
@@ -63,58 +88,17 @@ def place_pools(recipe: Recipe, pipeline: str) -> None:
     if "trainer" not in sizes:
         missing = "needs trainer.nnodes and trainer.n_gpus_per_node too; or write actor_infer.device_mapping"
         recipe.problems.append(Problem(next(iter(values)), missing))
-        return
+        return {}
     for pool, (_, devices) in sizes.items():
         if node is not None and devices > node:
             message = f"{devices} devices are more than num_devices_per_node {node}; use at most that"
             recipe.problems.append(Problem(f"{pool}.n_gpus_per_node", message))
-            return
-    mappings, per_node = _mappings(sizes, node)
-    if pipeline == "sft":
-        del mappings["actor_infer"]
-    _put_mappings(recipe, sizes, mappings, per_node)
+            return {}
+    return sizes
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 1
-
-
-def _mappings(sizes: dict[str, tuple[int, int]], node: int | None) -> tuple[dict[str, list[int]], int]:
-    """Device mapping of each role, and devices per node, which is the number used unless it is given."""
-    nodes, devices = sizes["trainer"]
-    other_nodes, others = sizes.get("rollout", (0, 0))
-    together = devices + others <= (node or DEVICES_PER_NODE)
-    per_node = node or (devices + others if together else max(devices, others))
-    first_node, first_device = (0, devices) if together else (nodes, 0)
-    training = [n * per_node + device for n in range(nodes) for device in range(devices)]
-    start = first_node * per_node + first_device
-    generation = [start + n * per_node + device for n in range(other_nodes) for device in range(others)]
-    return {"actor_train": training, "actor_infer": generation or training}, per_node
-
-
-def _put_mappings(
-    recipe: Recipe, sizes: dict[str, tuple[int, int]], mappings: dict[str, list[int]], per_node: int
-) -> None:
-    if recipe.get("use_kl_loss") or recipe.get("add_token_level_kl"):
-        mappings["reference"] = mappings["actor_train"]
-    if recipe.get("adv_estimator") == "gae":
-        mappings["critic"] = mappings["actor_train"]
-    for role, mapping in mappings.items():
-        path, pool = f"{role}.device_mapping", "rollout" if role == "actor_infer" and "rollout" in sizes else "trainer"
-        nodes, devices = sizes[pool]
-        where, numbers = f"{pool}.n_gpus_per_node", f"{nodes} x {devices} devices"
-        if recipe.get(path) is None:
-            recipe.put(path, mapping)
-            recipe.note(where, f"{numbers} are read as {path}: {spans(mapping)}")
-        elif path in recipe.overridden:
-            recipe.note(where, f"{numbers} have no effect: {path} is given")
-        elif POOLS[pool] == role:
-            recipe.problems.append(two_spellings(where, path))
-    if recipe.get("num_devices_per_node") is None:
-        recipe.put("num_devices_per_node", per_node)
-        apart = "rollout" in sizes and per_node < sizes["trainer"][1] + sizes["rollout"][1]
-        hint = "; if one node holds both pools, set it to its number of devices" if apart else ""
-        recipe.note("num_devices_per_node", f"is not given: {per_node} is assumed{hint}")
 
 
 def read_verl_file(recipe: Recipe) -> None:
