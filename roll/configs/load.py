@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,7 @@ def build_config(
     if lacking is not None:
         raise ConfigError([lacking], source)
     variables = _variables(tree)
+    _check_sections(tree, source)
     tree, unset = interpolate(tree, source)
     tree = {key: value for key, value in tree.items() if key not in variables}
     tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
@@ -174,6 +177,15 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _check_sections(tree: Tree, source: str) -> None:
+    """No section is a list or a value, which references to its keys would be blamed for."""
+    sections = {key for root in PIPELINES.values() for key, value in vars(root()).items() if is_dataclass(value)}
+    found = {key: value for key, value in tree.items() if key in sections and isinstance(value, list | int | float)}
+    if found:
+        message = "{} is not a section of `key: value` lines"
+        raise ConfigError([Problem(key, message.format(reprlib.repr(value))) for key, value in found.items()], source)
 
 
 def _without_nulls(section: Any) -> Any:

@@ -221,6 +221,7 @@ def _has_chat_template(folder: Path) -> bool:
 def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) -> list[Any]:
     """The first rows of every data file of training and validation; what is broken goes into the report."""
     found: list[Any] = []
+    questions: dict[str, set[str]] = {}
     for role in config.data_roles():
         args: DataArguments = getattr(config, role).data_args
         of_role: list[tuple[Record, Any]] = []
@@ -234,6 +235,7 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
             whole = whole and len(rows) + len(errors) < CHECKED_ROWS
             _report_broken(f"{role}.data_args", file, errors, report)
         found += [item for _, item in of_role]
+        questions[role] = {repr(item.question) for _, item in of_role}
         repeated = repeated_ids([item.id for _, item in of_role], [record for record, _ in of_role])
         if repeated:
             report.warn(f"{role}.data_args.{args.id}", repeated)
@@ -247,7 +249,28 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
                     f"{role}.data_args",
                     f"{equal:,} of {len(of_role):,} pairs have two equal responses; they are left out",
                 )
+    _check_held_out(config, questions, report)
     return found
+
+
+def _check_held_out(config: BaseConfig, questions: dict[str, set[str]], report: Report) -> None:
+    """Validation is on other data than training, as far as names and the first rows show it."""
+    train, val = config.actor_train.data_args, config.validation.data_args
+    if "validation" not in config.data_roles():
+        return
+    folders = [
+        {(local_file(name).resolve(), args.subset, args.split) for name in args.file_name} for args in (train, val)
+    ]
+    both = questions["actor_train"] & questions["validation"]
+    if folders[0] & folders[1]:
+        name = next(iter(folders[0] & folders[1]))[0]
+        report.warn(
+            "validation.data_args.file_name", f"{name} is trained on too, so its score is not of unseen prompts"
+        )
+    elif both:
+        count = len(questions["validation"])
+        text = f"{len(both):,} of {count:,} prompts are in the training data too; remove them from one of the files"
+        report.warn("validation.data_args.file_name", text)
 
 
 def _report_broken(path: str, file: Path, errors: Sequence[DatasetError], report: Report) -> None:

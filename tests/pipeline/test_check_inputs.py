@@ -113,6 +113,20 @@ def test_a_batch_that_is_larger_than_the_data_is_a_warning(folder: Path, pipelin
     assert any(f"takes more than the {rows} rows of the data: every batch repeats some" in text for text in found)
 
 
+@pytest.mark.parametrize("names", [("one", "one"), ("one", "link"), ("one", "copy"), ("one", "other")])
+def test_validation_on_training_prompts_is_a_warning(folder: Path, names: tuple[str, str]) -> None:
+    files = {"one": jsonl(folder, row(1), row(2, prompt="2+2="), name="one.jsonl"), "link": str(folder / "link.jsonl")}
+    Path(files["link"]).symlink_to(files["one"])
+    files |= {"copy": jsonl(folder, row(9, prompt="2+2="), row(8, prompt="8+8="), name="copy.jsonl")}
+    files |= {"other": jsonl(folder, row(1, prompt="7+7="), name="other.jsonl")}
+    given = [f"actor_train.data_args.file_name={files[names[0]]}", f"validation.data_args.file_name={files[names[1]]}"]
+    found = "\n".join(warnings(check_inputs(config(folder, *given, "eval_steps=3"))))
+    if names[1] == "copy":
+        assert "validation.data_args.file_name: 1 of 2 prompts are in the training data too" in found
+    else:
+        assert ("is trained on too, so its score is not of unseen prompts" in found) == (names[1] != "other")
+
+
 def test_a_ground_truth_is_asked_for_only_by_functions_that_read_it(folder: Path) -> None:
     data = jsonl(folder, row(1, ground_truth={"target": ["a"]}), {"id": 2, "prompt": "1+1="}, name="mixed.jsonl")
     given = f"actor_train.data_args.file_name={data}"

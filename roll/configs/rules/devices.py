@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from math import gcd, isqrt, lcm
 from typing import Any
 
@@ -22,7 +23,7 @@ from roll.configs.roles import (
     TrainingArguments,
 )
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
-from roll.configs.sglang_options import OWNED, ServerOption, server_options
+from roll.configs.sglang_options import OWNED, REFUSED, RUNS_CODE, ServerOption, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.trackers import missing_package
 
@@ -39,6 +40,9 @@ CUDA_ONLY = (
 
 SCORING_MODELS = {"judge": "a judge", "reward": "a reward model"}
 """What the engines of a scoring role run."""
+
+MAX_DEVICES = 65_536
+"""More devices than any cluster has: a number above is a slip, and no advice."""
 
 MAX_TRIES = 1_000_000
 """Numbers tried as divisors: all up to the square root of any realistic batch."""
@@ -149,7 +153,10 @@ def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
     tensor, pipeline = worker.layout.tensor, worker.layout.pipeline
     if count % (tensor * pipeline) == 0:
         return
-    if isinstance(worker, EngineRoleConfig):
+    size = tensor * pipeline
+    if size > MAX_DEVICES:
+        report.error(path, f"{count} devices cannot hold {size:,} parallel ranks of one model; use at most {count}")
+    elif isinstance(worker, EngineRoleConfig):
         suggestion = f"use {_multiples(count, tensor)}"
         report.error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; {suggestion}")
     else:
@@ -202,7 +209,9 @@ def check_engines(config: BaseConfig, report: Report) -> None:
 
 def _check_trackers(config: BaseConfig, report: Report) -> None:
     """Trackers are installed, and options belong to trackers of the run."""
-    for tracker in config.track_with:
+    for tracker, count in Counter(config.track_with).items():
+        if count > 1:
+            report.error("track_with", f"contains {tracker} {count} times; list it once")
         package = missing_package(tracker)
         if package is not None:
             advice = f"install it with: {sys.executable} -m pip install {package}"
@@ -319,7 +328,7 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
         )
     if isinstance(worker, RewardEngineConfig) and "json_model_override_args" in options:
         report.error(f"{path}.json_model_override_args", "the framework sets it for a reward model; leave it out")
-    known = server_options()
+    known, scores = server_options(), isinstance(worker, ScoringEngineConfig)
     for name, value in options.items():
         if name in OWNED:
             report.error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
@@ -329,6 +338,8 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
             if name in vllm.ROLE_OPTIONS:
                 hint = f"; set {role}.{vllm.ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
+        elif value and value != "{}" and name in REFUSED and (scores <= (REFUSED[name] == RUNS_CODE)):
+            report.error(f"{path}.{name}", f"{value!r} {REFUSED[name]}; leave it out")
         elif name == "mem_fraction_static":
             _check_share(f"{path}.{name}", value, report)
         elif known is not None:

@@ -31,6 +31,9 @@ from roll.configs.schema import MAX_EXPLAINED
 from roll.configs.scoring_roles import JudgeConfig, ScoringEngineConfig
 from roll.configs.trackers import METRICS_FILE
 
+LONGEST_NAME = 200
+"""Characters of an `exp_name`, which trackers use as the name of a file."""
+
 TOP_K_BYTES = 8
 """Memory of one of the teacher's `opd_top_k` tokens of a batch: its id and its log-prob."""
 
@@ -44,6 +47,8 @@ def check_files(config: BaseConfig, report: Report) -> None:
         value = getattr(config, key, None)
         if isinstance(value, str) and not value.isprintable():
             report.error(key, f"{value!r} has characters that cannot be printed; remove them")
+    if len(config.exp_name) > LONGEST_NAME:
+        report.error("exp_name", f"has {len(config.exp_name):,} characters; use at most {LONGEST_NAME}")
     for role in config.data_roles():
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
@@ -94,30 +99,44 @@ def _is_model(path: Path) -> bool:
 
 
 def _check_folders(config: BaseConfig, report: Report) -> None:
-    """The folders of the run can be written; an obstacle of several folders is reported once."""
+    """The folders of the run can be written and do not mix; an obstacle of several folders is reported once."""
     reported: set[str] = set()
+    models = {
+        local_model(name).resolve(): role
+        for role, worker in reversed(config.device_roles().items())
+        if (name := worker.model_args.model_name_or_path) and os.path.isfile(local_model(name) / CONFIG_NAME)
+    }
+    checkpoints = Path(config.checkpoint_dir or Path(config.output_dir, "checkpoints")).resolve()
     folders = {key: getattr(config, key, None) for key in ("output_dir", "logging_dir", "checkpoint_dir")}
     folders["rollout_dump_dir"] = getattr(config, "rollout_dump_dir", None)
     for tracker in sorted({*config.track_with} & {*config.tracker_kwargs}):
         for option in ("log_dir", "logdir"):
             folders[f"tracker_kwargs.{tracker}.{option}"] = config.tracker_kwargs[tracker].get(option)
     for key, folder in folders.items():
-        if folder is not None and Path(folder).resolve() == Path("/"):
-            report.error(key, f"{folder} is the root folder; use a folder of its own")
-        why = _obstacle(Path(folder)) if folder is not None else None
+        if folder is None:
+            continue
+        why, place = _obstacle(Path(folder)), Path(folder).resolve()
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")
             reported.add(why)
-    for role, worker in config.device_roles().items():
-        model = local_model(worker.model_args.model_name_or_path) if worker.model_args.model_name_or_path else None
-        output = Path(config.output_dir)
-        if (
-            model is not None
-            and os.path.isfile(model / CONFIG_NAME)
-            and output.resolve().is_relative_to(model.resolve())
-        ):
-            report.error("output_dir", f"{output} is inside {model}, the model of {role}; use a folder of its own")
-            break
+        inside = next((model for model in models if place.is_relative_to(model)), None)
+        if "://" in str(folder):
+            report.error(key, f"{folder} is an address; use a folder of this machine")
+        elif place == Path("/"):
+            report.error(key, f"{folder} is the root folder; use a folder of its own")
+        elif inside is not None:
+            if str(inside) not in reported:
+                report.error(
+                    key, f"{folder} is inside {inside}, the model of {models[inside]}; use a folder of its own"
+                )
+            reported.add(str(inside))
+        elif Path.cwd().is_relative_to(place):
+            report.warn(key, f"{folder} contains the current folder; use a folder of its own, such as output/my_run")
+        elif key not in ("output_dir", "checkpoint_dir") and place.is_relative_to(checkpoints):
+            if place.relative_to(checkpoints).parts[:1] and place.relative_to(checkpoints).parts[0].startswith("step-"):
+                report.error(key, f"{folder} is inside a checkpoint, which a run renames and deletes; use another")
+            elif not Path(config.output_dir).resolve().is_relative_to(checkpoints):
+                report.warn(key, f"{folder} is among the checkpoints in {checkpoints}; use another")
     if config.resume_from_checkpoint is False and os.path.isfile(os.path.join(config.output_dir, METRICS_FILE)):
         report.warn(
             "output_dir",
@@ -139,9 +158,27 @@ def _obstacle(folder: Path) -> str | None:
     return None
 
 
+def _check_same_model(config: RLConfig, report: Report) -> None:
+    """The engines run the model that is trained, whose weights they get."""
+    names = [role.model_args.model_name_or_path for role in (config.actor_train, config.actor_infer)]
+    folders = [local_model(name).resolve() for name in names if name]
+    if len(folders) < 2 or folders[0] == folders[1]:
+        return
+    path, shapes = "actor_infer.model_args.model_name_or_path", []
+    with contextlib.suppress(UnsupportedModel):  # reported with the role
+        shapes = [read_model_shape(folder, value_head=False) for folder in folders]
+    message = f"{names[1]} is not {names[0]}, the model of actor_train"
+    if None not in shapes and shapes and shapes[0] != shapes[1]:
+        report.error(path, f"{message}, and has another shape than the weights that it gets; leave it out")
+    else:
+        report.warn(path, f"{message}, whose weights replace its own before the first batch; leave it out")
+
+
 def check_models(config: BaseConfig, report: Report) -> None:
     """The model of each role exists, is supported and fits the layout; a shared problem is reported once."""
     seen: set[str] = set()
+    if isinstance(config, RLConfig):
+        _check_same_model(config, report)
     for role, worker in config.device_roles().items():
         name = worker.model_args.model_name_or_path
         path = f"{role}.model_args.model_name_or_path"

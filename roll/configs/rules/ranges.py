@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from roll.configs.errors import Report
@@ -9,6 +10,7 @@ from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import EngineRoleConfig
+from roll.configs.rules.learning import LOWEST_TEMPERATURE
 from roll.configs.schema import value_at
 from roll.configs.scoring_roles import ScoringEngineConfig
 
@@ -22,8 +24,8 @@ MAX_PROCESSES = 4096
 """Most processes of one reward on one machine."""
 
 USUAL: dict[str, tuple[float, float]] = {
-    "learning_rate": (1e-10, 1.0),
-    "min_learning_rate": (0.0, 1.0),
+    "learning_rate": (1e-10, 0.1),
+    "min_learning_rate": (0.0, 0.1),
     "weight_decay": (0.0, 1.0),
     "adam_beta1": (0.0, 0.9999),
     "adam_beta2": (0.5, 0.999999),
@@ -142,11 +144,33 @@ OFF_AT_ZERO = (
 )
 """Keys of USUAL whose feature the value 0 turns off."""
 
+LEAST_TEMPERATURE = 0.1
+"""Lowest sampling temperature of samples that are trained on that is not warned of."""
+
+TINY = 1e-30
+"""Numbers closer to 0 vanish in single precision."""
+
+LARGEST_NODE = 16
+"""Devices of the largest usual machine; more are CPU slots, or a slip."""
+
 LEAST_RATIO = 0.01
 """Smallest `async_generation_ratio` above 0 that is not warned of."""
 
 THREADS = re.compile(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", re.ASCII)
 """Values that OpenMP understands: a number of threads, or one for each level."""
+
+REFUSED_VARIABLES = {
+    ("PYTHONHOME", "PYTHONINSPECT", "PYTHONSTARTUP"): "changes how Python starts in every process; leave it out",
+    ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_AUTH_TOKEN"): "comes too late, as Ray has been started; export "
+    "it in the shell before `roll run`",
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"): (
+        "is set for each process by the framework; leave it out, and see device_mapping"
+    ),
+}
+"""Variables of `system_envs` that cannot do what they are for -> why, and what to do."""
+
+PATH_VARIABLES = ("TMPDIR", "TMP", "TEMP", "HOME", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PATH")
+"""Variables with paths that processes need."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -165,21 +189,37 @@ def check_ranges(config: BaseConfig, report: Report) -> None:
             report.error(path, f"{value} processes are too many for one machine; use at most {MAX_PROCESSES}")
         elif name == "async_generation_ratio" and 0 < value < LEAST_RATIO:
             report.warn(path, f"{value:g} lets almost nothing be generated ahead; use 0, or at least {LEAST_RATIO}")
+        elif 0 < abs(value) < TINY:
+            report.warn(path, f"{value:g} is too small for single precision; use 0, or at least {TINY:g}")
+        elif path == "actor_infer.generating_args.temperature" and LOWEST_TEMPERATURE <= value < LEAST_TEMPERATURE:
+            report.warn(path, f"{value:g} makes nearly all samples of a prompt equal; use at least {LEAST_TEMPERATURE}")
         elif name in USUAL and not (value == 0 and name in OFF_AT_ZERO):
             least, largest = USUAL[name]
             if not least <= value <= largest:
                 report.warn(path, f"{value:g} is unusual: usual values are between {least:g} and {largest:g}")
 
 
-def check_threads(config: BaseConfig, report: Report) -> None:
-    """Variables with a number of threads have one, or the engines end when they read it."""
+def check_node(config: BaseConfig, report: Report) -> None:
+    """A node with more devices than any machine has are CPU slots, which the run uses."""
+    count, used = config.num_devices_per_node or 0, [w.device_mapping for w in config.device_roles().values()]
+    highest = max((max(devices, default=0) for devices in used), default=0)
+    if count > max(LARGEST_NODE, 2 * (highest + 1)):
+        report.warn("num_devices_per_node", f"{count}, but devices 0 to {highest} are used; write {highest + 1}")
+
+
+def check_variables(config: BaseConfig, report: Report) -> None:
+    """Environment variables have the values that processes can use, and none that the framework sets."""
     sections = {"system_envs": config.system_envs}
     sections |= {f"{role}.system_envs": worker.system_envs for role, worker in config.device_roles().items()}
     for path, variables in sections.items():
-        for name in THREAD_VARIABLES:
-            value = variables.get(name)
-            if value is not None and not THREADS.fullmatch(value):
+        for name, value in variables.items():
+            if name in THREAD_VARIABLES and not THREADS.fullmatch(value):
                 report.error(f"{path}.{name}", f"{value!r} is not a number of threads, such as '4'")
+            for names, why in REFUSED_VARIABLES.items():
+                if name in names:
+                    report.error(f"{path}.{name}", f"{value!r} {why}")
+            if name in PATH_VARIABLES and not any(map(os.path.exists, re.split("[: ]", value))):
+                report.warn(f"{path}.{name}", f"{value} is not on this machine; use a path that every node has")
 
 
 def check_engine_lengths(config: BaseConfig, report: Report) -> None:

@@ -1,0 +1,109 @@
+"""Configurations that each key allows and that make no sense: each is told, and sound neighbours are not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from roll.configs.rules import check
+from tests.configs.samples import MODEL, refusal, rlvr
+
+ENGINE = "actor_infer.strategy_args.strategy_config"
+
+
+def findings(folder: Path, *overrides: str) -> str:
+    report = check(rlvr(folder, *overrides))
+    return "\n".join(map(str, [*report.warnings, *report.missing]))
+
+
+def split(overrides: str) -> list[str]:
+    """`a=1 b=2` as two overrides; a mapping is one."""
+    return [overrides] if "{" in overrides.replace("${", "") else overrides.split(" ")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_train.training_args.learning_rate=1.0", "1 is unusual"),
+        ("actor_infer.generating_args.temperature=0.001", "0.001 makes nearly all samples of a prompt equal"),
+        ("correction.opsm_delta=5e-324", "too small for single precision"),
+        ("rewards={math_rule: {correct_score: 1.0e-300}}", "correct_score: 1e-300 is too small"),
+        ("rewards={math_rule: {weight: -1.0e-40}}", "weight: -1e-40 is too small"),
+        ("num_devices_per_node=64", "64, but devices 0 to 23 are used; write 24"),
+        ("output_dir=.", "output_dir: . contains the current folder"),
+        ("checkpoint_dir=..", "checkpoint_dir: .. contains the current folder"),
+        (
+            "logging_dir=${output_dir}/checkpoints output_dir=o",
+            "logging_dir: o/checkpoints is among the checkpoints in",
+        ),
+        ("rollout_dump_dir=c/samples checkpoint_dir=c", "rollout_dump_dir: c/samples is among the checkpoints in"),
+        ("system_envs={TMPDIR: /nowhere}", "system_envs.TMPDIR: /nowhere is not on this machine"),
+        ("actor_infer.system_envs={LD_PRELOAD: '/nowhere.so'}", "LD_PRELOAD: /nowhere.so is not on this machine"),
+        ("actor_infer.model_args.model_name_or_path=/other/model", "whose weights replace its own before"),
+    ],
+)
+def test_what_is_possible_but_senseless_is_told(tmp_path: Path, override: str, message: str) -> None:
+    assert message in findings(tmp_path, *split(override))
+    assert message not in findings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("output_dir=hf://a/b@c", "output_dir: hf://a/b@c is an address"),
+        ("rollout_dump_dir=s3://bucket/x", "rollout_dump_dir: s3://bucket/x is an address"),
+        (f"checkpoint_dir={MODEL}", "the model of actor_train; use a folder of its own"),
+        (f"rollout_dump_dir={MODEL}/samples", "the model of actor_train; use a folder of its own"),
+        (
+            "rollout_dump_dir=o/checkpoints/step-000003 output_dir=o",
+            "inside a checkpoint, which a run renames and deletes",
+        ),
+        ("system_envs={PYTHONHOME: /nowhere}", "system_envs.PYTHONHOME: '/nowhere' changes how Python starts"),
+        ("system_envs={RAY_ADDRESS: '10.0.0.1:6379'}", "comes too late, as Ray has been started"),
+        ("actor_train.system_envs={WORLD_SIZE: 8}", "actor_train.system_envs.WORLD_SIZE: '8' is set for each process"),
+        (f"{ENGINE}.trust_remote_code=true", "True runs code that the framework does not check; leave it out"),
+        (f"{ENGINE}.custom_sigquit_handler=os.system", "'os.system' runs code"),
+        (f"{ENGINE}.enable_lora=true", "makes the model that generates another one than is trained"),
+        (f"{ENGINE}.lora_paths=[a]", "makes the model that generates another one than is trained"),
+        (f"{ENGINE}.json_model_override_args='{{\"a\": 99}}'", "makes the model that generates another one"),
+        ("track_with=[stdout,stdout]", "track_with: contains stdout 2 times; list it once"),
+        ("exp_name=" + "x" * 201, "exp_name: has 201 characters; use at most 200"),
+        ("exp_name=${actor_train.pg_variant} actor_train=[]", "actor_train: [] is not a section"),
+        (
+            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=4294967296",
+            "16 devices cannot hold 4,294,967,296 parallel ranks of one model; use at most 16",
+        ),
+    ],
+)
+def test_what_cannot_do_what_it_says_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refusal(tmp_path, *split(override))
+
+
+def test_engines_of_another_shape_than_the_trained_model_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(MODEL, other)
+    (other / "config.json").write_text(
+        (other / "config.json").read_text().replace('"num_hidden_layers": 28', '"num_hidden_layers": 4')
+    )
+    path = f"actor_infer.model_args.model_name_or_path={other}"
+    assert "has another shape than the weights that it gets" in refusal(tmp_path, path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_train.training_args.learning_rate=1e-6",
+        "actor_infer.generating_args.temperature=0.6",
+        "system_envs={TMPDIR: /tmp, PYTHONPATH: '/nowhere:/tmp', NCCL_DEBUG: INFO, OMP_NUM_THREADS: 2}",
+        f"{ENGINE}={{enable_lora: false, json_model_override_args: '{{}}', load_format: dummy}}",
+        "output_dir=same/run checkpoint_dir=same",
+        "output_dir=same checkpoint_dir=same",
+        "num_devices_per_node=24",
+        "output_dir=output/run checkpoint_dir=/tmp/models/run",
+        f"actor_infer.model_args.model_name_or_path={MODEL}",
+    ],
+)
+def test_sound_neighbours_are_not_told(tmp_path: Path, override: str) -> None:
+    assert findings(tmp_path, *split(override)) == findings(tmp_path)
