@@ -91,6 +91,7 @@ def similar_path(path: Path, fits: Callable[[Path], bool]) -> Path | None:
     except OSError:
         return None
     fitting = [path.parent / name for name in names if fits(path.parent / name)]
+    fitting.sort(key=lambda each: difflib.SequenceMatcher(None, path.name, each.name).ratio(), reverse=True)
     close = difflib.get_close_matches(path.stem, [each.stem for each in fitting], n=1)  # endings are alike anyway
     return next((each for each in fitting if each.stem in close), None)
 

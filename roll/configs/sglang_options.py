@@ -55,8 +55,15 @@ REFUSED = {
         RUNS_CODE,
     ),
     **dict.fromkeys(
-        ("json_model_override_args", "enable_lora", "lora_paths", "uno_lora_path", "lora_target_modules", "revision")
-        + ("quantization", "quantization_param_path", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
+        (
+            "json_model_override_args",
+            "revision",
+            "uno_lora_path",
+            "quantization_param_path",
+            "quantize_and_serve",
+            "modelopt_quant",
+            "rl_quant_profile",
+        )
         + ("modelopt_checkpoint_restore_path", "decrypted_config_file", "model_config_parser", "kt_weight_path")
         + ("dllm_algorithm", "encoder_only", "language_only"),
         OTHER_MODEL,

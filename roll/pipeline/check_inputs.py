@@ -235,7 +235,7 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
             whole = whole and len(rows) + len(errors) < CHECKED_ROWS
             _report_broken(f"{role}.data_args", file, errors, report)
         found += [item for _, item in of_role]
-        questions[role] = {repr(item.question) for _, item in of_role}
+        questions[role] = {repr((item.question.text, item.question.messages)) for _, item in of_role}
         repeated = repeated_ids([item.id for _, item in of_role], [record for record, _ in of_role])
         if repeated:
             report.warn(f"{role}.data_args.{args.id}", repeated)
