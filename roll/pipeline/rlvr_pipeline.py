@@ -296,4 +296,5 @@ def make_rlvr_worker(
         tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         scorer = Scorer(config.rewards, tokenizer, model_scorers(config), EventLog(config.output_dir))
         scorer.connect(models)
+    scorer.stop_token_ids = frozenset(number for each in sampling.values() for number in each.stop_token_ids)
     return RLVRWorker(config, prompts, sampling, engines, scorer)

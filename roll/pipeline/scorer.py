@@ -14,6 +14,7 @@ from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
 from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.pipeline.reward_batch import ModelScorer, ScoringModels
+from roll.pipeline.tokenizer import response_text
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.pool import RewardPool
 from roll.rollout.filters import QueryFilter
@@ -21,7 +22,11 @@ from roll.rollout.types import Group
 
 
 class Scorer:
-    """Scores responses with the rewards of their tag: each in its own pool of killable processes, or by a model."""
+    """Scores responses with the rewards of their tag: each in its own pool of killable processes, or by a model.
+
+    Attributes:
+        stop_token_ids: end a response, besides the tokens that the tokenizer knows.
+    """
 
     def __init__(
         self,
@@ -38,10 +43,11 @@ class Scorer:
             models: of the rewards that a model scores, by name; `connect` gives them the model.
             events: log of the processes that are replaced.
         """
+        self.stop_token_ids: frozenset[int] = frozenset()
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
         self._pools: dict[str, RewardPool | ModelScorer] = {
             name: self._models.get(name)
-            or RewardPool(config, None if events is None else partial(_record_replaced, events, name))
+            or RewardPool(config, None if events is None else partial(_record_replaced, events, name), self._decoded)
             for name, config in rewards.items()
         }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
@@ -78,8 +84,11 @@ class Scorer:
             pool.launch()
 
     def text(self, response_ids: list[int]) -> str:
-        """The text that rewards read."""
-        return str(self._tokenizer.decode(response_ids, skip_special_tokens=True))
+        """The text that rewards read; see `response_text`."""
+        return response_text(self._tokenizer, response_ids, self.stop_token_ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
 
     async def score(self, groups: Sequence[tuple[Group, EncodedPrompt]]) -> None:
         """Sets reward, its parts and metrics of every trajectory, or drops the group with a reason.
@@ -143,7 +152,17 @@ def _record_replaced(events: EventLog, name: str, cause: str) -> None:
 
 def _request(group: Group, prompt: EncodedPrompt) -> RewardRequest:
     texts = tuple(trajectory.turns[0].text for trajectory in group.trajectories)
-    return RewardRequest(texts, prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
+    ids = tuple(tuple(each.ids[each.turns[0].start : each.turns[0].end]) for each in group.trajectories)
+    return RewardRequest(
+        texts,
+        prompt.ground_truth,
+        prompt.question,
+        prompt.row,
+        prompt.tag,
+        prompt.id,
+        prompt_ids=tuple(prompt.ids),
+        response_ids=ids,
+    )
 
 
 def _metrics_of(parts: Mapping[str, RewardOutcome]) -> dict[str, float]:

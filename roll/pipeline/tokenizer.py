@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -59,6 +62,28 @@ def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedT
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=(tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
     )
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
+    """The text of a response as the model wrote it, without the special tokens at its end that ended it.
+
+    These are `stop_token_ids`, the tokenizer's eos and pad token, and those in generation_config.json of its folder.
+    Other special tokens, such as tags, stay.
+    """
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids, *_ends_of_model(tokenizer.name_or_path)}
+    end = len(ids)
+    while end and ids[end - 1] in ends and not tokenizer.decode([ids[end - 1]], skip_special_tokens=True):
+        end -= 1
+    return str(tokenizer.decode(list(ids[:end])))
+
+
+@cache
+def _ends_of_model(folder: str) -> tuple[int, ...]:
+    try:
+        found = json.loads((Path(folder) / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
 def encode_data(

@@ -33,6 +33,9 @@ class RewardRequest:
         row: of the data file, by column.
         tag: of the prompt.
         id: of the prompt.
+        prompt_text: the prompt as the model read it, in its chat template; empty where no model did.
+        prompt_ids: token ids of that text.
+        response_ids: token ids of each response.
     """
 
     responses: tuple[str, ...]
@@ -41,6 +44,9 @@ class RewardRequest:
     row: Mapping[str, Any] = field(default_factory=dict)
     tag: str = ""
     id: str = ""
+    prompt_text: str = field(default="", compare=False)
+    prompt_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    response_ids: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def prompt(self) -> str:
@@ -116,6 +122,11 @@ class _Call:
             index=index,
         )
 
+    @property
+    def all_ids(self) -> list[list[int]]:
+        """Token ids of every response; none in a trial, where no model wrote it."""
+        return [list(ids) for ids in self.request.response_ids] or [[] for _ in self.request.responses]
+
     def for_each(self, value: Any) -> list[Any]:
         return [value] * len(self.request.responses)
 
@@ -129,6 +140,9 @@ OWN: dict[str, Callable[[_Call], Any]] = {
     "row": lambda call: dict(call.request.row),
     "tag": lambda call: call.request.tag,
     "id": lambda call: call.request.id,
+    "prompt_text": lambda call: call.request.prompt_text or call.request.prompt,
+    "prompt_ids": lambda call: list(call.request.prompt_ids),
+    "response_ids": lambda call: call.all_ids[call.index],
     "config": lambda call: call.config,
 }
 """Parameters that a reward function may have; any other name is a column of the data."""
@@ -143,6 +157,7 @@ VERL: dict[str, Callable[[_Call], Any]] = {
 TRL: dict[str, Callable[[_Call], Any]] = {
     "completions": lambda call: [_as_completion(call.request, text) for text in call.request.responses],
     "prompts": lambda call: call.for_each(_as_prompt(call.request)),
+    "completion_ids": lambda call: call.all_ids,
 }
 """Parameters of TRL's `reward(prompts, completions, **columns)`; every column is a list with an item per response."""
 
@@ -155,7 +170,7 @@ SLIME: dict[str, Callable[[_Call], Any]] = {
 
 ALL = {**OWN, **VERL, **TRL, **SLIME}
 
-LISTS = OWN.keys() - {"config", "responses"}
+LISTS = OWN.keys() - {"config", "responses", "response_ids"}
 """Parameters that are lists, as columns are, for a function in TRL's form."""
 
 READS: dict[str, frozenset[str]] = {
@@ -163,7 +178,8 @@ READS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("prompt", "messages", "prompts", "completions"), frozenset({"question"})),
     "row": frozenset({"row"}),
     "tag": frozenset({"tag"}),
-    "id": frozenset({"id"}),
+    **{name: frozenset({name}) for name in ("id", "prompt_text", "prompt_ids", "response_ids")},
+    "completion_ids": frozenset({"response_ids"}),
     "data_source": frozenset({"row", "tag"}),
     "extra_info": frozenset({"row"}),
     **dict.fromkeys(("sample", "samples"), frozenset({"question", "row"})),
@@ -273,7 +289,9 @@ class RewardFunction:
             )
             raise RewardFunctionError(self._located(text))
         for name, has_default in self._parameters.items():
-            if name in ALL and not (self._columns_are_lists and name in LISTS):
+            if name == "response_ids" and self.per_group:
+                arguments[name] = call.all_ids
+            elif name in ALL and not (self._columns_are_lists and name in LISTS):
                 arguments[name] = ALL[name](call)
             elif name in row or name in OWN:
                 value = row[name] if name in row else OWN[name](call)

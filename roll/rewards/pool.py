@@ -96,14 +96,20 @@ class RewardPool:
     first: import heavy modules inside functions there.
     """
 
-    def __init__(self, config: RewardConfig, replaced: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        replaced: Callable[[str], None] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
         """Starts no process; processes start with `launch`, `start` or the first `score`.
 
         Args:
             config: of the reward.
             replaced: called with the cause when a process is replaced, which is logged otherwise.
+            decode: makes `prompt_text` of `prompt_ids`, where the function asks for it.
         """
-        self._config, self._replaced = config, replaced
+        self._config, self._replaced, self._decode = config, replaced, decode
         self._output = RewardOutput(config.function)
         self._pool = self._make_pool()
         self._restarts = 0
@@ -210,6 +216,8 @@ class RewardPool:
         if self._closed:
             raise RuntimeError(f"reward function {self._config.function!r}: its pool is closed")
         loaded = await self.start()
+        if "prompt_text" in loaded.reads and self._decode is not None:
+            requests = [replace(each, prompt_text=self._decode(each.prompt_ids)) for each in requests]
         groups = [_calls(request, loaded) for request in requests]
         calls = [call for group in groups for call in group]
         share = len(calls) // (2 * self._config.world_size)
@@ -463,12 +471,17 @@ class _Turns:
 
 
 def _calls(request: RewardRequest, loaded: LoadedReward) -> list[Call]:
-    """The calls that score a request, in the order of its responses."""
+    """The calls that score a request, in the order of its responses, without ids that the function does not read."""
+    unread: dict[str, Any] = {name: () for name in ("prompt_ids", "response_ids") if name not in loaded.reads}
+    request = replace(request, **unread)
     if loaded.per_group:
         return [(request, None)]
     if loaded.sees_group:
         return [(request, index) for index in range(len(request.responses))]
-    return [(replace(request, responses=(response,)), 0) for response in request.responses]
+    return [
+        (replace(request, responses=(response,), response_ids=request.response_ids[index : index + 1]), 0)
+        for index, response in enumerate(request.responses)
+    ]
 
 
 def _known(response: str, truth: Any) -> RewardRequest:

@@ -45,6 +45,11 @@ def note_and_hang(response: str, ground_truth: str) -> float:
     return 1.0
 
 
+def count_ids(response: str, prompt_text: str, prompt_ids: list[int], response_ids: list[int]) -> float:
+    """How much it gets of a prompt and a response."""
+    return float(len(prompt_text) + len(prompt_ids) + len(response_ids))
+
+
 def allocate(response: str) -> float:
     """Takes as many MiB of memory as the response says."""
     return float(len(bytearray(int(response) * 2**20)) > 0)

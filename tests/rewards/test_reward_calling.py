@@ -186,6 +186,27 @@ def test_a_wrong_result_for_a_group_fails_all_of_it(value, message):
     assert len(found) == 2 and all(message in each.detail and each.reason == "wrong_type" for each in found)
 
 
+def test_a_function_may_ask_for_the_rendered_prompt_and_for_token_ids():
+    request = RewardRequest(
+        ("5", "six"),
+        "5",
+        Question(text="2+3="),
+        prompt_text="<user>2+3=",
+        prompt_ids=(1, 2),
+        response_ids=((3,), (4, 5)),
+    )
+    function = RewardFunction(lambda response, prompt_text, prompt_ids, response_ids: None, RewardConfig())
+    assert function.reads == {"prompt_text", "prompt_ids", "response_ids"}
+    assert called(lambda response, prompt_text, prompt_ids: (prompt_text, prompt_ids), 1, request) == (
+        "<user>2+3=",
+        [1, 2],
+    )
+    assert called(lambda response, response_ids: response_ids, 1, request) == [4, 5]
+    assert called(lambda responses, response_ids: response_ids, None, request) == [[3], [4, 5]]
+    assert called(lambda prompts, completions, completion_ids: completion_ids, None, request) == [[3], [4, 5]]
+    assert called(lambda response, response_ids, prompt_text: (response_ids, prompt_text)) == ([], "2+3=")
+
+
 OUTCOME = RewardOutcome(0.5, metrics={"length": 3.0})
 
 

@@ -385,6 +385,18 @@ def test_the_rest_of_a_group_with_a_failed_response_is_not_scored(tmp_path):
     assert len([line for line in alone if line.startswith("hang")]) <= 4, "its other responses were tried one by one"
 
 
+def test_the_rendered_prompt_and_ids_reach_a_function_that_reads_them():
+    request = RewardRequest(("a", "bb"), "", prompt_ids=(7, 8), response_ids=((1,), (2, 3)))
+
+    async def run():
+        config = RewardConfig(function="tests.rewards.odd_rewards:count_ids")
+        async with RewardPool(config, decode=lambda ids: "x" * sum(ids)) as pool:
+            return await pool.score([request])
+
+    ((first, second),) = asyncio.run(run())
+    assert (first.score, second.score) == (15 + 2 + 1, 15 + 2 + 2)
+
+
 def test_a_response_that_takes_a_built_in_comparison_too_long_is_wrong_and_the_rest_of_its_group_is_scored():
     config = RewardConfig(function=BUILT_IN["regex"].function, pattern="(a+)+$", timeout_s=1.0, wrong_score=-1.0)
 

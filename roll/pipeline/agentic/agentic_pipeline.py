@@ -19,7 +19,7 @@ from roll.pipeline.agentic.runner import RolloutRunner
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose
 from roll.pipeline.session import Session
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.pipeline.tokenizer import load_tokenizer, response_text
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
 
@@ -84,11 +84,12 @@ def make_agentic_worker(
         variables=process_environment(config, threads=1),
         events=EventLog(config.output_dir),
     )
+    stops = frozenset(number for each in sampling.values() for number in each.stop_token_ids)
     runner = RolloutRunner(
         engines,
         environments,
         conversation_encoder(config, tokenizer),
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        partial(response_text, tokenizer, stop_token_ids=stops),
         config.sequence_length or 0,
         config.trajectory_timeout_s,
     )
