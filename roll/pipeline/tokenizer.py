@@ -65,16 +65,14 @@ def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedT
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
-    """The text of a response as the model wrote it, without the special tokens at its end that ended it.
+    """The text of a response as the model wrote it, without the special tokens that end it.
 
-    These are `stop_token_ids`, the tokenizer's eos and pad token, and those in generation_config.json of its folder.
-    Other special tokens, such as tags, stay.
+    These are `stop_token_ids`, the tokenizer's eos and pad token, and the eos tokens in generation_config.json of its
+    folder. Other special tokens, such as tags, stay, and so does a stop token that is none.
     """
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids, *_ends_of_model(tokenizer.name_or_path)}
-    end = len(ids)
-    while end and ids[end - 1] in ends and not tokenizer.decode([ids[end - 1]], skip_special_tokens=True):
-        end -= 1
-    return str(tokenizer.decode(list(ids[:end])))
+    hidden = {each for each in ends.intersection(ids) if not tokenizer.decode([each], skip_special_tokens=True)}
+    return str(tokenizer.decode([each for each in ids if each not in hidden]))
 
 
 @cache

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from roll.envs import make_env
 from roll.pipeline.rollout_batch import read_samples
+from roll.pipeline.tokenizer import response_text
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -87,7 +88,7 @@ def check_samples(folder: Path, model: str) -> list[dict[str, Any]]:
         for row in read_samples(folder, step):
             turns = row["episode"]["turns"]
             said = "".join(turn["text"] for turn in turns)
-            assert ascii_of(tokenizer.decode(row["response_ids"], skip_special_tokens=True)) == ascii_of(said)
+            assert ascii_of(response_text(tokenizer, row["response_ids"])) == ascii_of(said)
             assert sorted(set(row["weight_version"])) == sorted({each for turn in turns for each in turn["versions"]})
             assert row["score"] == pytest.approx(sum(turn["reward"] for turn in turns))
             assert tokenizer.decode(row["prompt_ids"]).startswith("Go.\n" + turns[0]["observation"])

@@ -15,6 +15,7 @@ import torch
 from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
 from roll.pipeline.rollout_batch import read_samples
+from roll.pipeline.tokenizer import response_text
 from roll.tools.rehearse.model import add_score_head
 from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
@@ -158,7 +159,7 @@ def check_baselines(samples: Path, model: str) -> None:
                 ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
             if ids[-1] == tokenizer.eos_token_id:
                 break
-        greedy = tokenizer.decode(ids[len(row["prompt_ids"]) :], skip_special_tokens=True)
+        greedy = response_text(tokenizer, ids[len(row["prompt_ids"]) :])
         advantage = row["score"] - text_reward(greedy, "", None)
         assert row["advantages"] == pytest.approx([advantage] * len(row["response_ids"]), abs=1e-6)
         moved += row["advantages"][0] != 0
@@ -282,7 +283,7 @@ def check_scores(rows: list[dict[str, Any]], folder: Path, weight: float) -> Non
     scorer = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for row in rows:
-        text = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        text = response_text(tokenizer, row["response_ids"])
         ids = [*row["prompt_ids"], *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
             score = float(scorer.score(scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]))
@@ -333,7 +334,8 @@ def test_grades_of_a_judge_on_an_engine_of_the_run_are_those_of_transformers(sha
     rows = read_samples(tmp_path / "run" / "samples", 2)
     grades = set()
     for row in rows:
-        prompt, text = (tokenizer.decode(row[ids], skip_special_tokens=True) for ids in ("prompt_ids", "response_ids"))
+        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+        text = response_text(tokenizer, row["response_ids"])
         question = [{"role": "user", "content": f"{prompt}~{text}"}]
         ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
         with torch.no_grad():

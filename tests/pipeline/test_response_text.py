@@ -39,7 +39,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         ([*RESPONSE, END], TEXT),
         ([*RESPONSE, OTHER_END], TEXT),
         ([*RESPONSE, LINE], f"{TEXT} \n"),
-        ([EOS, *RESPONSE], f"<eos> {TEXT}"),
+        ([THINK, SUM, PAD, *RESPONSE[2:]], TEXT),
         ([EOS], ""),
         ([], ""),
     ],
