@@ -27,6 +27,7 @@ from roll.distributed.processes import (
     descendants,
     end,
     end_with_parent,
+    follow,
     gc_freeze,
     kill,
     log_file,
@@ -335,6 +336,7 @@ class Cluster(Generic[WorkerT]):
         Raises:
             ClusterError: it has died.
         """
+        follow(f"{self.role}-{rank}", process_id)
         try:
             return psutil.Process(process_id)
         except psutil.NoSuchProcess as error:

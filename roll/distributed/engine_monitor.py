@@ -18,6 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.cluster import Cluster, NodeLostError
+from roll.distributed.events import Repeats
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.strategy.sglang_engine import EngineNotRunningError
@@ -128,6 +129,7 @@ class EngineMonitor:
         self._changed = asyncio.Condition()
         self._updates, self._updating = 0, False
         self._failed_since: set[int] = set()
+        self._repeats = Repeats(logger)
 
     @property
     def serving(self) -> list[int]:
@@ -274,7 +276,8 @@ class EngineMonitor:
                     await asyncio.sleep(0)  # the check has lasted for the interval
                     continue
             except Exception as error:
-                logger.warning("%s: its health could not be checked: %s", self._name(engine), one_line(error))
+                message = f"{self._name(engine)}: its health could not be checked: {one_line(error)}"
+                self._repeats.warn(message, message)
             await self._sleep(interval_s)
 
     async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> bool:

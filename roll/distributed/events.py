@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,14 @@ EVENTS_FILE = "events.jsonl"
 DRIVER = "driver"
 """Component of events about the whole run."""
 
+CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""The file with the control groups of this process, and the folder of all."""
+
+VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""What differs between two messages with one cause."""
+
 REPLACEMENT_INTERVAL_S = 60.0
-"""Least time between two events about the processes of one reward, or those of environments: many may hang."""
+"""Least time between two events with one cause about the processes of a reward or of environments: many may hang."""
 
 
 def set_aside_events(output_dir: str | Path) -> None:
@@ -40,8 +48,9 @@ class EventLog:
     def __init__(self, output_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
         """Writes nothing yet; `clock` gives seconds since 1970."""
         self._path, self._clock = Path(output_dir) / EVENTS_FILE, clock
-        self._last: dict[tuple[str, str], float] = {}
-        self._omitted: dict[tuple[str, str], int] = {}
+        self._last: dict[tuple[str, ...], float] = {}
+        self._omitted: dict[tuple[str, ...], int] = {}
+        self._oom_kills = oom_kills()
 
     def record(
         self,
@@ -63,10 +72,10 @@ class EventLog:
             seconds: that it took or cost, where that is known.
             level: of the line in the log.
             steps_lost: finished steps that are repeated.
-            interval_s: from the last equal event of the component; until then events are only counted, and the next
-                one that is written says how many.
+            interval_s: from the last event of the component with this cause, the message but for numbers and quoted
+                texts; until then events are only counted, and the next one that is written says how many.
         """
-        now, key = self._clock(), (component, event)
+        now, key = self._clock(), (component, event, VARIABLE.sub("", message)[:200])
         if now - self._last.get(key, -interval_s) < interval_s:
             self._omitted[key] = self._omitted.get(key, 0) + 1
             return
@@ -74,6 +83,9 @@ class EventLog:
         message = redact(" ".join(message.split()))
         if omitted := self._omitted.pop(key, 0):
             message += f" (and {omitted} more since the last such event)"
+        if level >= logging.WARNING and (killed := oom_kills()) > self._oom_kills:
+            message += f" (the kernel killed {killed - self._oom_kills} of the run's processes for lack of memory)"
+            self._oom_kills = killed
         logger.log(level, "%s %s", component, message)
         entry: dict[str, Any] = {"time": now, "component": component, "event": event, "message": message}
         if seconds is not None:
@@ -88,6 +100,34 @@ class EventLog:
                 os.close(descriptor)
         except OSError as error:
             logger.warning("%s: not written: %s", self._path, error)
+
+
+def oom_kills() -> int:
+    """Processes of the control group of this one that the kernel has killed for lack of memory; 0 if unknown."""
+    (own, root), killed = CONTROL_GROUPS, 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            file = f"memory{path}/memory.oom_control" if kinds == "memory" else f".{path}/memory.events"
+            with contextlib.suppress(OSError):
+                counts = dict(entry.split() for entry in (root / file).read_text().splitlines())
+                killed += int(counts.get("oom_kill", 0))
+    return killed
+
+
+class Repeats:
+    """Logs a failure that repeats once, then with its count at 10, 100, 1000."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger, self._counts = logger, Counter[str]()
+
+    def warn(self, cause: str, message: str, traceback: bool = False) -> None:
+        """Logs `message`, whose details may differ each time, if the count of `cause` is a power of ten."""
+        self._counts[cause] += 1
+        count = self._counts[cause]
+        if count == 10 ** (len(str(count)) - 1):
+            times = f" ({count} times so far)" if count > 1 else ""
+            self._logger.warning("%s%s", message, times, exc_info=traceback)
 
 
 def append_line(descriptor: int, text: str) -> None:

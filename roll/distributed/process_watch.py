@@ -19,6 +19,7 @@ import psutil
 
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EnginesLostError
+from roll.distributed.events import Repeats
 from roll.distributed.remote_errors import ClusterError
 from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
@@ -56,6 +57,7 @@ class ProcessWatch:
         self._clock, self._stop_times = clock, stop_times or StopTimes()
         self._died: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._repeats = Repeats(logger)
 
     def start(self) -> None:
         """Begins to look."""
@@ -80,9 +82,9 @@ class ProcessWatch:
             try:
                 self.look()
             except Exception as error:  # the next look may succeed, and without a watch a death is not noticed
-                expected = isinstance(error, OSError | psutil.Error)
-                name = type(error).__name__
-                logger.warning("processes could not be inspected: %s: %s", name, error, exc_info=not expected)
+                cause = f"{type(error).__name__}: {error}"
+                unexpected = not isinstance(error, OSError | psutil.Error)
+                self._repeats.warn(cause, f"processes could not be inspected: {cause}", unexpected)
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
@@ -111,8 +113,8 @@ class ProcessWatch:
 def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
     """Raises the death of a training rank instead of another error, where a rank on this node is dead.
 
-    The ranks whose collective it broke fail with errors of their own, which may arrive before that of the dead one.
-    Where Ray loses this node, engines are lost before a call of a rank fails.
+    The ranks whose collective it broke fail with errors of their own, which may arrive before that of the dead one,
+    and so may those of engines and the rollouter: they may have died at the same time, or Ray may lose this node.
 
     Args:
         clusters: of training ranks, by role; read when a call has failed.
@@ -123,7 +125,7 @@ def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
     try:
         yield
     except (ClusterError, EnginesLostError) as error:
-        if isinstance(error, ClusterError) and error.process_failed:
+        if isinstance(error, ClusterError) and error.process_failed and error.role in clusters:
             raise
         for cluster in clusters.values():
             for rank, process in cluster.local_processes.items():

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
-from roll.distributed.processes import descendants, end, log_file, process_environment
+from roll.distributed.processes import descendants, end, follow, log_file, process_environment
 from roll.distributed.remote_call import RemoteCall
 from roll.distributed.remote_errors import CallContext, ClusterError
 
@@ -88,6 +88,7 @@ class RemoteActor(Generic[ObjectT]):
         """
         try:
             self.process = psutil.Process(await self._started)
+            follow(f"{self.name}-0", self.process.pid)
         except psutil.NoSuchProcess as error:
             raise self._context("start").died(0, "the process died as soon as it had started") from error
         await self._built

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from roll.configs.errors import RunError
+from roll.distributed.processes import how_ended
 
 PROCESS_DIED = "ProcessDied"
 """Kind of the failure of a process that died, or that was started again and has no worker yet."""
@@ -118,7 +119,8 @@ def one_line(error: BaseException) -> str:
     """Class and cause of an error in one line, without the stack of another process."""
     if isinstance(error, ClusterError):
         name = f"{error.role}-{error.rank}: "
-        cause = "its process died" if error.kind == PROCESS_DIED else error.cause.removeprefix(name)
+        died = error.kind == PROCESS_DIED and not error.cause.startswith("its process")  # Ray's words otherwise
+        cause = f"its process {how_ended(name[:-2])}" if died else error.cause.removeprefix(name)
         return f"{name}{cause}"
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -16,10 +16,14 @@ import psutil
 
 from roll.configs.errors import ConfigError, Problem, RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
+from roll.configs.user_code import failure_text
+from roll.distributed.events import Repeats
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
 
 logger = logging.getLogger(__name__)
+
+_REPEATS = Repeats(logger)
 
 FILE_NAME = "health.json"
 
@@ -147,10 +151,9 @@ async def read_in_time(read: Callable[[], Awaitable[Health]], within_s: float) -
 def _report(monitor: Monitor, status: str, components: Health) -> None:
     try:
         monitor.report({"status": status, "time": time.time(), **components})
-    except (OSError, RunError) as error:
-        logger.warning("the monitor failed: %s", error)
-    except Exception:
-        logger.exception("the monitor failed")
+    except Exception as error:  # of the user's class, every few seconds
+        cause = str(error) if isinstance(error, OSError | RunError) else failure_text(error, type(monitor))
+        _REPEATS.warn(cause, f"the monitor failed: {cause}")
 
 
 MEMORY_INTERVAL_S = 1.0

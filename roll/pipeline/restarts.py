@@ -116,6 +116,19 @@ def failure_in_one_line(error: BaseException) -> tuple[str, str]:
     return DRIVER, " ".join(str(error).split()) if isinstance(error, RunError) else one_line(error)
 
 
+def without_restart(config: BaseConfig, running: RunningLoop, error: ClusterError) -> ClusterError:
+    """The error of a process that failed after the last restart, in one line; any other error as it is."""
+    if not error.process_failed or running.interrupted or running.restarts < config.max_restarts:
+        return error
+    component, cause = failure_in_one_line(error)
+    spent = (
+        f"the restarts are spent (max_restarts {config.max_restarts})" if config.max_restarts else "max_restarts is 0"
+    )
+    log = log_file(config, component)
+    cause = f"{cause.partition(': ')[2]}; {spent}; its log is {log}"
+    return ClusterError(error.role, error.method, error.rank, error.kind, f"{component} failed: {cause}", cause)
+
+
 async def start_again(
     config: BaseConfig, session: Session, running: RunningLoop, error: ClusterError, events: EventLog
 ) -> BaseConfig:

@@ -80,7 +80,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         await session.ready()
         logger.info("reading which weights the trainer sends to the engines")
         devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
-        monitors, watch = self._watch_engines(session), session.watch_processes()
+        monitors, watch = await self._watch_engines(session), session.watch_processes()
         monitor = monitors.pop("actor_infer")
         failures = [watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
         synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
@@ -91,7 +91,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
         return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices)
 
-    def _watch_engines(self, session: Session) -> dict[str, EngineMonitor]:
+    async def _watch_engines(self, session: Session) -> dict[str, EngineMonitor]:
         """Starts to watch the engines of every role; the monitors by role.
 
         Engines that take turns with the trainer are not restarted: the memory that they need may be the trainer's.
@@ -105,6 +105,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
             monitors[role] = EngineMonitor(cluster, self._config, events, actor, restarts, since, earlier)
             monitors[role].start()
             session.close_first(monitors[role].close)
+            for engine, cause in session.down.get(role, {}).items():
+                await monitors[role].failed(engine, cause, responsive=False)
         session.monitors = {**monitors}
         return monitors
 

@@ -37,9 +37,13 @@ class RolloutWorker(ABC):
 
     Attributes:
         work: kinds of work that are timed, "generate" among them; `time/<name>` of a step comes from them.
+        unit: what one group is, in messages.
+        spares: key of additional samples that may fail, if there is one.
     """
 
     work: ClassVar[tuple[str, ...]]
+    unit: ClassVar[str] = "prompt"
+    spares: ClassVar[str] = ""
 
     def __init__(self, config: RLConfig) -> None:
         self._config = config

@@ -22,7 +22,7 @@ from roll.pipeline.rollout_worker import RolloutWorker
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.ledger import EXPIRED, PromptRequest
+from roll.rollout.ledger import EXPIRED
 from roll.rollout.timers import BusyTimer
 from roll.rollout.types import Group
 
@@ -245,9 +245,10 @@ class Rollouter:
 
     def _failure_message(self) -> str:
         return (
-            f"{self._failed} prompts failed since the last batch, more than max_failure_rate "
+            f"{self._failed} {self._worker.unit}s failed since the last batch, more than max_failure_rate "
             f"{self._options.failure_rate:g} allows of {self._failure_base()}; dropped so far: "
-            f"{dict(self.admission.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}"
+            f"{dict(self.admission.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}; "
+            f"fix it, or raise max_failure_rate{self._worker.spares}"
         )
 
     async def _wait_until_ready(self) -> None:
@@ -276,14 +277,15 @@ class Rollouter:
 
     def _state(self) -> str:
         """What is ready and what is missing, for messages."""
-        admission, ledger, blocking = self.admission, self.admission.ledger, self.admission.blocking()
-        shown = ", ".join(_name(request) for request in blocking[:3])
+        admission, ledger, unit = self.admission, self.admission.ledger, self._worker.unit
+        blocking = admission.blocking()
+        shown = ", ".join(f"{unit} {each.number} of version {each.version}" for each in blocking[:3])
         reasons = admission.pause_reasons
         paused = f", submission is paused for {', '.join(reasons)}" if reasons else ""
         expired = ledger.dropped[EXPIRED]
         dropped = f", {expired} so far were dropped for their age (max_sample_age_s)" if expired else ""
         return (
-            f"{ledger.buffered} of {admission.settings.batch_size} prompts are ready, {ledger.in_flight} are running; "
+            f"{ledger.buffered} of {admission.settings.batch_size} {unit}s are ready, {ledger.in_flight} are running; "
             f"it waits for {len(blocking)}{f' ({shown} ...)' if shown else ''}{paused}{dropped}"
         )
 
@@ -370,7 +372,3 @@ class Rollouter:
             self._error = self._error or error
             async with self._changed:
                 self._changed.notify_all()
-
-
-def _name(request: PromptRequest) -> str:
-    return f"prompt {request.number} of version {request.version}"

@@ -51,6 +51,7 @@ from roll.pipeline.restarts import (
     rescheduled_roles,
     start_again,
     warn_of_changes,
+    without_restart,
 )
 from roll.pipeline.reward_model_pipeline import RewardModelPipeline
 from roll.pipeline.rlvr_pipeline import RLVRPipeline
@@ -204,7 +205,7 @@ async def _start_until_finished(
             return
         except ClusterError as error:
             if not running.starts_again_after(error, session):
-                raise
+                raise without_restart(config, running, error) from error
             config = await start_again(config, session, running, error, events)
 
 

@@ -61,6 +61,7 @@ class Session:
         may_start_again: whether another block follows the failure of this one.
         kept: roles of the engines that have run since the block before.
         kept_since: when that block ended, by `time.monotonic`.
+        down: why engines of these roles have to be restarted, by role and engine.
         resumed: whether a block has begun to train, so that the checkpoints in the run's folder are its own.
     """
 
@@ -82,6 +83,7 @@ class Session:
         self.may_start_again = self.resumed = False
         self.kept: set[str] = set()
         self.kept_since = 0.0
+        self.down: dict[str, dict[int, str]] = {}
 
     async def __aenter__(self) -> Session:
         """Starts Ray, reserves the devices, fetches models to every node, and starts the processes of all roles."""
@@ -102,7 +104,7 @@ class Session:
             await self._close(error)
         finally:
             self._close_first.clear()
-            self.kept, self.kept_since = set(), time.monotonic()
+            self.kept, self.kept_since, self.down = set(), time.monotonic(), {}
             if self._engines_may_stay(error):
                 self._end_training()
                 self.kept = await self._keep_engines()
@@ -235,16 +237,29 @@ class Session:
         return self._resources is not None and not self._resources.lost_nodes()
 
     async def _keep_engines(self) -> set[str]:
-        """Lets the engines end their requests and wait for new weights; the roles of all, or none if one fails."""
+        """Lets the engines end their requests and wait for new weights; the roles of all.
+
+        Engines that do not are in `down`, and are restarted later; none are kept where a role has no other.
+        """
         clusters = [*self.infer_clusters.values()]
-        try:
-            with deadline_scope(time.monotonic() + KEEP_TIMEOUT_S):
-                await self.cancel_requests()
-                ends = (each.call_all(InferWorker.leave_trainer, each.role == "actor_infer") for each in clusters)
-                await asyncio.gather(*ends)
-        except ClusterError as error:
-            logger.warning("the engines are started again too: %s", one_line(error))
-            return set()
+
+        async def leave(cluster: Cluster[InferWorker], engine: int) -> None:
+            monitor, cause = self.monitors.get(cluster.role), "it was down when the trainer failed"
+            if monitor is None or engine in (*monitor.serving, *monitor.started):
+                try:
+                    await cluster.call_some(InferWorker.leave_trainer, [engine], cluster.role == "actor_infer")
+                    return
+                except ClusterError as error:
+                    cause = one_line(error)
+            self.down.setdefault(cluster.role, {})[engine] = cause
+
+        with deadline_scope(time.monotonic() + KEEP_TIMEOUT_S):
+            await self.cancel_requests()
+            await asyncio.gather(*(leave(each, engine) for each in clusters for engine in range(each.world_size)))
+        for cluster in clusters:
+            if len(causes := self.down.get(cluster.role, {})) == cluster.world_size:
+                logger.warning("the engines are started again too: %s", causes[0])
+                return set()
         return {cluster.role for cluster in clusters}
 
     async def cancel_requests(self) -> None:

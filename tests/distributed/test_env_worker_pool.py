@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.env_pool.workers import EnvWorkerPool
 from roll.distributed.events import EVENTS_FILE, EventLog
+from roll.stopped_processes import STOPPED_TOO_LONG
 from tests.distributed.env_workers import JumpingLoop
 
 EVENTS = ("start", "up", "up", "start_failed", "assign", "assign", "assign", "release", "hung", "died")
@@ -222,14 +223,15 @@ def test_a_worker_that_died_or_hangs_and_is_replaced_is_an_event(tmp_path: Path)
             workers[-1].started.set_result(None)
             return workers[-1]
 
-        now = iter((0.0, 100.0))
+        now = iter((0.0, 100.0, 101.0))
         pool = EnvWorkerPool(1, CAPACITY, 30.0, launch, EventLog(tmp_path, clock=lambda: next(now)))
         await pool.assign(0)
         pool.retire_worker_of(0)
         await run_ready_tasks()
         pool.died(1, "gone")
+        pool.died(2, STOPPED_TOO_LONG, "stopped")
         await run_ready_tasks()
-        assert len(workers) == 3
+        assert len(workers) == 4
         pool.close()
 
     asyncio.run(scenario())
@@ -237,4 +239,5 @@ def test_a_worker_that_died_or_hangs_and_is_replaced_is_an_event(tmp_path: Path)
     assert [(event["component"], event["event"], event["message"]) for event in events] == [
         ("environment worker", "hung", "0 has a call that hangs; another one replaces it"),
         ("environment worker", "died", "1 died: gone; another one replaces it"),
+        ("environment worker", "stopped", f"2 {STOPPED_TOO_LONG}; another one replaces it"),
     ]

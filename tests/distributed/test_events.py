@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roll.distributed.events import EVENTS_FILE, EventLog, set_aside_events
+from roll.distributed import events
+from roll.distributed.events import EVENTS_FILE, EventLog, Repeats, set_aside_events
 from roll.trackers.files import free_bytes
 
 
@@ -66,6 +68,53 @@ def test_frequent_events_are_counted_in_the_next_one_that_is_written(tmp_path: P
     messages = [event["message"] for event in events_in(tmp_path) if event["component"] == "reward math"]
     assert messages == ["hung", "hung (and 2 more since the last such event)", "hung"]
     assert len(events_in(tmp_path)) == 8
+
+
+def test_different_causes_are_different_events_and_numbers_and_names_make_no_difference(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, clock=lambda: 0.0)
+    for message in ("1 died: 'a'", "2 died: 'b'", "3 was stopped", "4 was stopped", "4 exited"):
+        log.record("environment worker", "died", message, interval_s=60.0)
+    assert [event["message"] for event in events_in(tmp_path)] == ["1 died: 'a'", "3 was stopped", "4 exited"]
+
+
+def test_an_event_says_that_the_kernel_killed_a_process_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = [3]
+    monkeypatch.setattr(events, "oom_kills", lambda: killed[0])
+    log = EventLog(tmp_path)
+    for killed[0] in (3, 5, 5):
+        log.record("rewards.a", "process replaced", "died")
+    killed[0] = 6
+    log.record("driver", "training again", "trains again", level=logging.INFO)
+    texts = [event["message"] for event in events_in(tmp_path)]
+    note = "died (the kernel killed 2 of the run's processes for lack of memory)"
+    assert texts == ["died", note, "died", "trains again"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [("0::/run\n", "run/memory.events"), ("4:memory:/run\n0::/\n", "memory/run/memory.oom_control")],
+)
+def test_kills_are_counted_in_both_versions_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, file: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("low 0\noom_kill 4\n")
+    (tmp_path / "cgroup").write_text(groups)
+    monkeypatch.setattr(events, "CONTROL_GROUPS", (tmp_path / "cgroup", tmp_path))
+    assert events.oom_kills() == 4
+    (tmp_path / file).unlink()
+    assert events.oom_kills() == 0
+
+
+def test_a_failure_that_repeats_is_logged_with_its_count(caplog: pytest.LogCaptureFixture) -> None:
+    repeats = Repeats(logging.getLogger("test"))
+    for seed in range(25):
+        repeats.warn("KeyError in act", f"seed {seed}: KeyError")
+    repeats.warn("another", "another")
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["seed 0: KeyError", "seed 9: KeyError (10 times so far)", "another"]
 
 
 def test_events_of_an_earlier_run_are_kept_beside_those_of_a_new_one(tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: An
     death = raised("RuntimeError")
     assert (death.rank, death.kind) == (1, PROCESS_DIED) and death.process_failed
     assert raised(TIMEOUT).kind == TIMEOUT
+    with (
+        pytest.raises(ClusterError, match="actor_train-1: its process died"),
+        deaths_as_causes({"actor_train": cluster}),
+    ):
+        raise ClusterError("actor_infer", "update", 0, PROCESS_DIED, "an engine died at the same time")
     with pytest.raises(ClusterError, match="actor_train-1: its process died"), deaths_as_causes({"a": cluster}):
         raise EnginesLostError("Ray has lost the node of all engines and ranks")
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from roll.distributed.processes import END_TIMEOUT_S, end, gc_paused, has_ended
+from roll.distributed.processes import END_TIMEOUT_S, end, follow, gc_paused, has_ended, how_ended
 
 DIES_WITH_A_THREAD_LEFT = """
 import ctypes, sys, threading
@@ -63,3 +63,19 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     end([psutil.Process(child.pid)])
     assert child.wait() == -9
+
+
+@pytest.mark.parametrize(
+    ("end_it", "text"), [("kill -KILL $$", "was killed by SIGKILL"), ("exit 3", "exited with code 3")]
+)
+def test_how_a_process_ended_is_known_while_its_parent_has_not_waited_for_it(end_it: str, text: str) -> None:
+    child = subprocess.Popen(["sh", "-c", f"read line; {end_it}"], stdin=subprocess.PIPE)
+    follow("worker-0", child.pid)
+    assert how_ended("worker-0") == how_ended("unknown") == "died"
+    assert child.stdin is not None
+    child.stdin.close()
+    until = time.monotonic() + 30
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+        time.sleep(0.01)
+    assert how_ended("worker-0") == text
+    child.wait()

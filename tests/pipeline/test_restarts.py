@@ -118,6 +118,20 @@ def test_a_restart_says_how_many_finished_steps_are_repeated(tmp_path: Path, mon
     assert [event["steps_lost"] for event in restarts_in(tmp_path)] == [4, 3]
 
 
+@pytest.mark.parametrize(
+    ("allowed", "spent"), [(1, "the restarts are spent (max_restarts 1)"), (0, "max_restarts is 0")]
+)
+def test_after_the_last_restart_the_error_is_one_line_with_rank_cause_and_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, spent: str
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        play(Runs(died(), died()), tmp_path, monkeypatch, max_restarts=allowed)
+    log = tmp_path / "logs" / "actor_train-1.log"
+    assert str(caught.value) == f"actor_train-1 failed: its process died; {spent}; its log is {log}"
+    last = events_in(tmp_path)[-1]
+    assert (last["component"], last["event"]) == ("actor_train-1", "failed") and spent in last["message"]
+
+
 class Spoiling(Runs):
     """Runs whose checkpoints are damaged when a start fails."""
 

@@ -73,16 +73,16 @@ def test_all_clusters_start_at_once_where_they_share_no_memory(platform: str, in
 
 
 class Running:
-    """A cluster that runs until it is shut down; its engines leave their trainer unless `error` is set."""
+    """A cluster that runs until it is shut down; its engine 0 leaves its trainer unless `error` is set."""
 
-    def __init__(self, role: str, log: list[str], error: ClusterError | None = None) -> None:
-        self.role, self.log, self.error = role, log, error
+    def __init__(self, role: str, log: list[str], error: ClusterError | None = None, engines: int = 1) -> None:
+        self.role, self.log, self.error, self.world_size = role, log, error, engines
 
     async def cancel_calls(self) -> None:
         self.log.append(f"{self.role}: calls are cancelled")
 
-    async def call_all(self, method: Any, needs_weights: bool) -> None:
-        if self.error is not None:
+    async def call_some(self, method: Any, engines: list[int], needs_weights: bool) -> None:
+        if self.error is not None and engines == [0]:
             raise self.error
         self.log.append(f"{self.role}: {method.__name__}({needs_weights})")
 
@@ -100,6 +100,7 @@ async def end_of(
     log: list[str],
     engine: ClusterError | None = None,
     lost_nodes: Sequence[int] = (),
+    count: int = 1,
 ) -> None:
     """Leaves a running session with an error."""
 
@@ -110,7 +111,7 @@ async def end_of(
     nodes: Any = SimpleNamespace(lost_nodes=lambda: lost_nodes, release=lambda: None)
     session._resources = nodes
     clusters: Any = {role: Running(role, log) for role in ("actor_train", "reference")}
-    engines: Any = {"actor_infer": Running("actor_infer", log, engine), "judge": Running("judge", log)}
+    engines: Any = {"actor_infer": Running("actor_infer", log, engine, count), "judge": Running("judge", log)}
     session.train_clusters, session.infer_clusters = clusters, engines
     session.close_first(close)
     await session.__aexit__(None if error is None else type(error), error, None)
@@ -137,6 +138,20 @@ def test_engines_stay_where_a_run_whose_trainer_failed_may_start_again(log: list
     assert log[-3:] == ["actor_infer ends", "judge ends", "Ray ends"] and not session.kept
     session.end()
     assert log.count("Ray ends") == 1
+
+
+def test_engines_that_answer_stay_where_another_engine_died_with_the_trainer(log: list[str]) -> None:
+    session = Session(BaseConfig())
+    session.may_start_again = True
+    states: Any = SimpleNamespace(serving=[0, 1], started=[])
+    session.monitors = {"actor_infer": states}
+    asyncio.run(end_of(session, failed("actor_train"), log, failed("actor_infer"), count=3))
+    assert session.kept == {"actor_infer", "judge"} and "actor_infer ends" not in log
+    assert log.count("actor_infer: leave_trainer(True)") == 1, "engine 2 was down, so it is not called"
+    assert session.down == {
+        "actor_infer": {0: "actor_infer-0: its process died", 2: "it was down when the trainer failed"}
+    }
+    session.end()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from roll.distributed.env_pool.types import (
     StepResult,
 )
 from roll.distributed.env_pool.workers import EnvWorkerPool, RayEnvWorker
-from roll.distributed.events import EventLog
+from roll.distributed.events import EventLog, Repeats
 
 CAPACITY = 256
 """Environments of one worker by default; each may need a thread."""
@@ -85,6 +85,7 @@ class EnvPool:
         self._assign_lock = asyncio.Lock()
         self._repeat_lock = asyncio.Lock()
         self.failures: Counter[Reason] = Counter()
+        self._repeats = Repeats(logger)
 
     async def start(self) -> None:
         """Waits until all workers are running.
@@ -165,7 +166,7 @@ class EnvPool:
         if not done:
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             if worker.is_stopped():  # so the environment is not what hangs
-                self._workers.died(index, "it is stopped by a signal")
+                self._workers.died(index, "is stopped by a signal", "stopped")
                 raise _WorkerDiedError(f"{what}: worker {index} is stopped by a signal")
             self._workers.retire_worker_of(key)
             message = f"{what}: no answer within step_timeout_s = {self._step_timeout_s:g}; worker {index} is retired"
@@ -178,7 +179,7 @@ class EnvPool:
         result = EnvError(repr(error), f"worker {index}") if error is not None else answer.result()
         if isinstance(result, EnvError):
             self._workers.release(key)
-            raise self.failure("env_raised", f"{what}: {result.error} ({result.location})")
+            raise self.failure("env_raised", f"{what}: {result.error} ({result.location})", result.location)
         return result
 
     async def repeat(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -198,12 +199,12 @@ class EnvPool:
             except _WorkerDiedError as death:
                 raise self.failure("env_died", str(death)) from None
 
-    def failure(self, reason: Reason, message: str) -> EnvFailure:
-        """Counts and logs a failure, unless closing the pool caused it; returns it to be raised."""
+    def failure(self, reason: Reason, message: str, location: str = "") -> EnvFailure:
+        """Counts a failure and logs the first from each location, unless closing the pool caused it; returns it."""
         if self._workers.closed:
             return EnvFailure("env_died", f"{message} (the pool was closed)")
         self.failures[reason] += 1
-        logger.warning("%s: %s", reason, message)
+        self._repeats.warn(f"{reason} {location}", f"{reason}: {message}")
         return EnvFailure(reason, message)
 
     async def end(self, key: int, what: str) -> EnvFailure | None:

@@ -151,14 +151,14 @@ class EnvWorkerPool:
         self.release(key)
         self._launch_missing()
 
-    def died(self, index: int, reason: str) -> None:
+    def died(self, index: int, reason: str, event: str = "died") -> None:
         """Replaces a worker whose process ended; several failing calls may report the same end.
 
         The worker is killed as well, in case only the connection to it was lost.
         """
         if index not in self._states:
             return
-        self._record("died", f"{index} died: {reason}; another one replaces it")
+        self._record(event, f"{index} {'died: ' * (event == 'died')}{reason}; another one replaces it")
         for key in self._states[index].envs:
             del self._worker_of[key]
         if index in self._starting:
@@ -247,7 +247,7 @@ class EnvWorkerPool:
             await asyncio.sleep(INTERVAL_S)
             stopped = [index for index, state in self._states.items() if state.worker.is_stopped()]
             for index in stop_times.overdue(clock(), stopped):
-                self.died(index, f"it {STOPPED_TOO_LONG}")
+                self.died(index, STOPPED_TOO_LONG, "stopped")
 
     def _kill(self, index: int) -> None:
         worker = self._states.pop(index).worker

@@ -27,6 +27,7 @@ class AgenticWorker(RolloutWorker):
     """
 
     work: ClassVar[tuple[str, ...]] = ("generate", "env")
+    unit, spares = "group", " or train_env_manager.group_size_redundancy"
 
     def __init__(
         self,
