@@ -111,6 +111,7 @@ def test_counts_that_do_not_fit_are_refused(tmp_path: Path, override: str, messa
         "trainer.total_training_steps=null",
         "data.filter_overlong_prompts=true",
         "use_peft=false",
+        "actor_rollout_ref.model={lora_rank: 0, lora_alpha: 16, lora: {rank: 0}}",
     ],
 )
 def test_a_key_that_changes_nothing_is_accepted_alone(tmp_path: Path, override: str) -> None:

@@ -12,8 +12,8 @@ from roll.configs.compat import (
     Names,
     Tree,
     UnsupportedKey,
+    always,
     async_trainers,
-    if_off,
     roll,
     set_at,
     slime,
@@ -97,7 +97,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *verl.UNSUPPORTED_KEYS,
     *roll.UNSUPPORTED_KEYS,
     *(
-        UnsupportedKey(name, if_off, "there is no LoRA")
+        UnsupportedKey(name, always, "LoRA is off")
         for name in ("lora_*", "use_lora", "use_peft", "*.model.lora_*")
     ),
 )

@@ -137,14 +137,14 @@ LORA_NAME = re.compile(r"(use_|enable_)?(q?lora|peft)(_\w+)?", re.IGNORECASE)
 
 
 def _adapters(recipe: Recipe) -> Found:
-    """Finds keys of LoRA that are on; beside a `lora_target` that is off the others have no effect."""
+    """Finds keys of LoRA that are on; beside a target or rank that is off the others have no effect."""
 
     def walk(section: Mapping[str, Any], path: str) -> Found:
-        off = "lora_target" in section and not section["lora_target"]
+        off = any(not section.get(name, True) for name in ("lora_target", "lora_rank"))
         for name, value in section.items():
-            if LORA_NAME.fullmatch(str(name)) and not off:
-                on = value.get("rank", value.get("r", True)) if isinstance(value, Mapping) else value
-                if on:
+            if LORA_NAME.fullmatch(str(name)):
+                size = value.get("rank", value.get("r", True)) if isinstance(value, Mapping) else value
+                if size and not off:
                     yield f"{path}{name}", value
             elif isinstance(value, Mapping) and name != "env_config":
                 yield from walk(value, f"{path}{name}.")

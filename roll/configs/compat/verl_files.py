@@ -131,7 +131,7 @@ def _read_switches(recipe: Recipe) -> None:
     if project is not None and isinstance(trackers, list) and "wandb" in trackers:
         recipe.put_new("tracker_kwargs.wandb.project", project)
     mode, folder = recipe.take("trainer.resume_mode"), recipe.take("trainer.resume_from_path")
-    if mode is not None:
+    if isinstance(mode, str):
         resumed = {"auto": True, "disable": False, "resume_path": folder}.get(mode, mode)
         _put(recipe, "trainer.resume_mode", "resume_from_checkpoint", resumed)
     clip = recipe.take(f"{ACTOR}.clip_ratio")
