@@ -29,6 +29,7 @@ BENCHMARKS = (
     "rewards",
     "code_sandbox",
     "losses",
+    "logprob_rounding",
     "against_trl",
     "recovery",
     "checkpoint",

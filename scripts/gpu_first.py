@@ -49,7 +49,6 @@ from roll.distributed.weight_sync.plan import make_buckets
 from roll.distributed.weight_sync.shm_buckets import DEVICE_ARGUMENT
 from roll.distributed.worker import WorkerRank
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
-from roll.pipeline.logprob_checks import same_engine_fp32
 from roll.pipeline.shards import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.platforms import get_platform, shared_memory
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser
@@ -176,7 +175,7 @@ def train(rank: TrainWorker, data: DataProto, steps: int = STEPS) -> list[float]
 def check_micro_batches(table: GpuTable, rank: TrainWorker, data: DataProto, config: RLVRConfig) -> None:
     """Both are the trainer's own passes, so in fp32 their bound is that of the first optimizer step."""
     dtype = config.actor_train.model_args.dtype
-    largest = same_engine_fp32(config) if dtype == "fp32" else None
+    largest = config.mean_logprob_mismatch if dtype == "fp32" else None
     eight, four, mask = log_probs(rank, data, 8), log_probs(rank, data, 4), data.batch["response_mask"]
     table.add_log_probs(f"{dtype}: log-probs in micro-batches of 8 and 4", eight, four, mask, config, largest)
     rank.train_strategy.forward.packed = True

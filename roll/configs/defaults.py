@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -9,20 +10,16 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.configs.errors import Problem
+from roll.configs.hub.names import local_model
+from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.rewards import BUILT_IN, built_in_of, scoring_role
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.rounding import mismatch_bounds
 
-MISMATCH_FP32 = {"mean_logprob_mismatch": 1e-5, "p99_logprob_mismatch": 1e-4, "max_logprob_mismatch": 1e-3}
-"""Both engines compute the same sums in another order: differences of a few 1e-6 are usual, 1e-3 means a fault."""
-
-FP32_ON_GPU = 10.0
-"""Factor of the bounds in fp32 on a GPU, whose libraries choose a kernel by the shape: on an H100 two micro-batch sizes
-of one pass, over 24 layers with logits up to 25, differed by 5e-6 on average and 3e-5 at most."""
-
-MISMATCH_HALF = {"mean_logprob_mismatch": 0.05, "p99_logprob_mismatch": 0.5, "max_logprob_mismatch": None}
-"""With 8 bits of mantissa a token's log-prob is off by some hundredths on average, and one of millions by anything."""
+UNKNOWN_SHAPE = 32, 4096
+"""Layers and width of a model that is not on this machine yet."""
 
 SLOWEST_TOKENS_PER_S = 20.0
 """Speed of one request on a GPU that many share; slower requests are considered stuck."""
@@ -159,18 +156,21 @@ def _fill_in_timeout(config: RLConfig) -> None:
     config.actor_infer.generation_timeout_s = min(max(config.actor_infer.generation_timeout_s, seconds), whole)
 
 
+def default_mismatch(config: RLConfig) -> dict[str, float | None]:
+    """The bounds of `mismatch_bounds`, for a large model where the run's is not on this machine yet."""
+    shape = None
+    with contextlib.suppress(UnsupportedModel):  # `check_models` reports it
+        shape = read_model_shape(local_model(config.actor_train.model_args.model_name_or_path or ""))
+    layers, width = UNKNOWN_SHAPE if shape is None else (shape.layers, shape.hidden)
+    dtypes = (config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype)
+    return mismatch_bounds(dtypes, layers, width, config.sequence_length or 0, gpu=config.platform != "cpu")
+
+
 def fill_in_mismatch(config: RLConfig) -> None:
-    """Sets the bounds that are not given; null leaves a bound out. Where platform is auto, those of a GPU."""
-    dtypes = {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype}
-    in_fp32 = {key: bound * fp32_factor(config) for key, bound in MISMATCH_FP32.items()}
-    for key, bound in (in_fp32 if dtypes == {"fp32"} else MISMATCH_HALF).items():
+    """Sets the bounds that are not given; null leaves a bound out."""
+    for key, bound in default_mismatch(config).items():
         if key not in config.source.given:
             setattr(config, key, bound)
-
-
-def fp32_factor(config: RLConfig) -> float:
-    """How much larger bounds in fp32 are than on a CPU."""
-    return 1.0 if config.platform == "cpu" else FP32_ON_GPU
 
 
 def _fill_in_policy(config: RLConfig) -> None:

@@ -341,21 +341,21 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
     ppo_epochs: int = option(1, "Passes over each batch.", ge=1)
     mean_logprob_mismatch: float | None = option(
         None,
-        "Bound in the first step, in which engine and trainer have the same weights, on the mean difference of their "
-        "log-probs; null leaves it out. Default: in fp32 1e-5 where platform is cpu, 1e-4 elsewhere; 0.05 in half "
-        "precision.",
+        "Bound on the mean difference between the log-probs of engine and trainer before the first update; null leaves "
+        "it out. Default: in fp32 1.5 eps layers^0.75 sqrt(hidden_size) log2(sequence_length), on GPUs at least 1e-4; "
+        "in half precision 2 eps layers^0.75, at least 0.15.",
         gt=0,
     )
     p99_logprob_mismatch: float | None = option(
         None,
-        "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: in fp32 1e-4 where platform "
-        "is cpu, 1e-3 elsewhere; 0.5 in half precision.",
+        "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: 10 times the default of the "
+        "mean, in half precision 5 times.",
         gt=0,
     )
     max_logprob_mismatch: float | None = option(
         None,
-        "As mean_logprob_mismatch, a bound on the largest difference. Default: in fp32 1e-3 where platform is cpu, "
-        "1e-2 elsewhere; none in half precision.",
+        "As mean_logprob_mismatch, a bound on the largest difference. Default: in fp32 100 times the default of the "
+        "mean; none in half precision.",
         gt=0,
     )
     is_offload_states: bool | None = option(

@@ -1,19 +1,20 @@
-"""Checks of a run's first step: before any update the engine, the log-prob pass and the training pass are one policy.
+"""Checks that engine, log-prob pass and training pass are one policy before any update.
 
 They need not agree to the last bit: engines and kernels round differently, and so does one kernel for micro-batches of
-other shapes. In half precision a few tokens of millions may be far apart although the model is the same. So the mean,
-the 99th percentile and the largest difference have bounds of their own, and in half precision the largest has none.
+other shapes. `roll.configs.rounding` says how far they may be apart. Before anything is generated for training,
+`EngineProbe` compares every engine with the trainer on a few tokens; the first step compares all three on its batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.defaults import fp32_factor
+from roll.configs.defaults import default_mismatch
 from roll.configs.errors import RunError
 from roll.configs.pipeline import RLConfig
 from roll.distributed.protocol import DataProto
@@ -21,9 +22,14 @@ from roll.distributed.protocol import DataProto
 BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
 
-SAME_ENGINE_FP32 = 1e-5
-"""Largest difference in fp32 between the two passes of the trainer, which are one implementation; see `fp32_factor`."""
+TEMPERATURE_OFF, SIGMAS = 0.025, 5.0
+"""Relative difference of the engine's apparent temperature that ends a run, and least number of its standard errors."""
 
+EXPLAINED = 0.8
+"""Share of the squared difference that another temperature must explain to be named."""
+
+GROWTH = 4.0
+"""Mean difference in the later half of the positions in units of the earlier half that makes positions the cause."""
 
 SOURCES = {
     "behavior_log_probs": "actor_infer",
@@ -93,23 +99,84 @@ class Mismatch:
         return ", and ".join(found) or None
 
 
-def check_engine(mismatch: Mismatch, config: RLConfig) -> None:
-    """Before the first update engine and trainer have the same weights, so their log-probs must agree.
+@dataclass(frozen=True)
+class TokenLogProbs:
+    """Sampled tokens: log-probs of engine and trainer, entropies of the trainer, and positions, of one shape."""
+
+    engine: torch.Tensor
+    trainer: torch.Tensor
+    entropy: torch.Tensor
+    positions: torch.Tensor
+
+    def where(self, mask: torch.Tensor) -> TokenLogProbs:
+        """The tokens of `mask` [B, T], as tensors [N]."""
+        return TokenLogProbs(*(each[mask].double() for each in vars(self).values()))
+
+    def temperature(self) -> tuple[float, float, float]:
+        """The engine's temperature in units of the trainer's, its standard error, and the share that it explains.
+
+        As log p = z / T - log Z(T), with entropy H, d log p / d(1/T) = T (log p + H). So an engine at T' differs from a
+        trainer at T by (T / T' - 1) (log p + H) in first order; the factor is found by least squares.
+        """
+        apart, surplus = self.engine - self.trainer, self.trainer + self.entropy
+        squares, total = float(surplus.square().sum()), float(apart.square().sum())
+        if len(apart) < 2 or not 0 < squares < math.inf or not 0 < total < math.inf:
+            return 1.0, math.inf, 0.0
+        slope = float((apart * surplus).sum()) / squares
+        rest = float((apart - slope * surplus).square().sum())
+        return 1 / max(1 + slope, 1e-3), math.sqrt(rest / (len(apart) - 1) / squares), 1 - rest / total
+
+    def likely_cause(self) -> str:
+        """What the differences look like, and what to check."""
+        factor, _, explained = self.temperature()
+        if explained > EXPLAINED:
+            return f"the engine samples as at {factor:.3g} times the trainer's temperature; check temperature"
+        apart, late = (self.engine - self.trainer).abs(), self.positions > self.positions.median()
+        if float(apart[late].mean()) > GROWTH * float(apart[~late].mean()):
+            return "they grow with the position; check rope settings, such as rope_theta, and position ids"
+        return "they do not depend on the position; check that both have the same weights, config.json and dtype"
+
+
+def check_engines(engines: Mapping[str, TokenLogProbs], config: RLConfig) -> None:
+    """Log-probs of each engine, by name, are the trainer's up to rounding.
+
+    In half precision rounding hides a wrong temperature in the mean difference, but not in all tokens together.
 
     Raises:
-        RunError: they do not.
+        RunError: those of an engine are not; with what the differences look like.
+    """
+    wrong: dict[str, str] = {}
+    for name, tokens in engines.items():
+        mask = torch.ones_like(tokens.engine, dtype=torch.bool)
+        found = Mismatch.between(tokens.engine, tokens.trainer, mask, config.p99_logprob_mismatch).exceeded(config)
+        factor, error, _ = tokens.temperature()
+        off = abs(factor - 1) > max(TEMPERATURE_OFF, SIGMAS * error)
+        if found is None and off and config.mean_logprob_mismatch is not None:
+            found = f"in one direction, within mean_logprob_mismatch {config.mean_logprob_mismatch:g}"
+        if found is not None:
+            wrong[name] = found
+    for name, found in wrong.items():
+        right = ", ".join(other for other in engines if other not in wrong)
+        alone = f", unlike {right}, so check its own weights" if right else ""
+        raise _disagreement(f"{name}", found, engines[name].likely_cause() + alone)
+
+
+def check_engine(mismatch: Mismatch, config: RLConfig) -> None:
+    """As `check_engines`, for the batch of the first step.
+
+    Raises:
+        RunError: they differ by more than rounding.
     """
     exceeded = mismatch.exceeded(config)
     if exceeded:
-        raise RunError(
-            f"engine and trainer disagree about the log-probs of sampled tokens {exceeded}: check that both load the "
-            "same weights, temperature and dtype"
-        )
+        raise _disagreement("engine", exceeded, "check that both load the same weights, temperature and dtype")
 
 
-def same_engine_fp32(config: RLConfig) -> float:
-    """The bound of the largest difference in fp32 between two passes of the trainer."""
-    return SAME_ENGINE_FP32 * fp32_factor(config)
+def _disagreement(engine: str, exceeded: str, cause: str) -> RunError:
+    return RunError(
+        f"{engine} and trainer disagree about the log-probs of sampled tokens {exceeded}: {cause}; where that is "
+        "expected, raise the bound, or set it to null"
+    )
 
 
 def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config: RLConfig) -> None:
@@ -128,8 +195,8 @@ def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config
         check_engine(mismatch, config)
         return
     exceeded = mismatch.exceeded(config)
+    bound = default_mismatch(config)["mean_logprob_mismatch"] or 0.0
     in_fp32 = config.actor_train.model_args.dtype == "fp32"
-    bound = same_engine_fp32(config)
     if not exceeded and in_fp32 and not max(mismatch.largest, abs(step["policy_kl"])) <= bound:
         exceeded = f"by {mismatch.largest:.3g} at most, more than {bound:g}"
     if exceeded:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from roll.configs.defaults import fill_in_mismatch
 from roll.configs.pipeline import RLConfig
 from roll.configs.plan import make_plan
 from roll.distributed.engine_monitor import EngineMonitor
@@ -15,6 +16,7 @@ from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import EngineClient
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
+from roll.pipeline.engine_probe import EngineProbe
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learner import RLLearner
 from roll.pipeline.rollout_client import NAME, RolloutClient
@@ -53,6 +55,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
             RunError: the tokenizer cannot be read; a stop string is not one token.
         """
         config = self._config
+        fill_in_mismatch(config)  # a model from the hub is on this machine now
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         train, val = config.actor_infer.generating_args, config.validation.generating_args
         self._sampling: dict[Purpose, SamplingParams] = {
@@ -89,7 +92,11 @@ class RLPipeline(ABC, Generic[ConfigT]):
         reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))
         learner = (extensions.trainer or RLLearner)(config, actor, reference, *([] if critic is None else [critic]))
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
-        return TrainingLoop(config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices)
+        engines = EngineClient(infer.client())
+        probe = EngineProbe(config, engines, actor, self._sampling["train"], len(self._tokenizer))
+        return TrainingLoop(
+            config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices, engine_check=probe
+        )
 
     async def _watch_engines(self, session: Session) -> dict[str, EngineMonitor]:
         """Starts to watch the engines of every role; the monitors by role.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from roll.distributed.protocol import DataProto
     from roll.distributed.shared_devices import SharedDevices
     from roll.distributed.weight_sync.report import UpdateReport
+    from roll.pipeline.engine_probe import EngineProbe
     from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class TrainingLoop:
         target_reached: Callable[[dict[str, float]], bool] | None = None,
         batch_hook: BatchHook | None = None,
         devices: SharedDevices | None = None,
+        engine_check: EngineProbe | None = None,
     ) -> None:
         """Connects the parts.
 
@@ -178,8 +180,9 @@ class TrainingLoop:
             target_reached: whether validation metrics reach the goal of the run, which then ends early; None: never.
             batch_hook: sees every batch before `learner`.
             devices: on which trainer and engines take turns; None where each has its own, or both stay on them.
+            engine_check: of the engines, after the first weight update; None: none.
         """
-        self._devices = devices
+        self._devices, self._engine_check = devices, engine_check
         self._config = config
         self._samples = samples
         self._learner = learner
@@ -229,6 +232,13 @@ class TrainingLoop:
         if self._synchronizer is not None:
             logger.info("sending the first weights to the engines")
         metrics = await self._update_weights(clock)
+        if self._engine_check is not None and not self._at_end:
+            logger.info("comparing the engines with the trainer")
+            await self._while_idle(self._engine_check.sample())
+            await self._to_trainer()
+            await self._engine_check.compare()
+            if self._devices is not None:  # the engines have discarded their weights
+                await self._update_weights(clock)
         if self.state.step == 0 and self._config.eval_steps:
             logger.info("validating before step 1")
             metrics |= await self._validate(clock)

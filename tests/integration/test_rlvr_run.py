@@ -86,6 +86,20 @@ def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(share
     assert lines(tmp_path) == lines(unbroken[0])
 
 
+def test_an_engine_that_computes_another_model_ends_the_run_before_its_first_batch(shared_runs, inputs, tmp_path):
+    model = shutil.copytree(inputs["pretrain"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] /= 10
+    (model / "config.json").write_text(json.dumps(config))
+    engine = {"dtype": "fp32", "model_name_or_path": str(model)}
+    code, output = shared_runs.run(recipe(inputs, tmp_path, actor_infer__model_args=engine))
+    assert code == 1
+    assert "engine 0 and trainer disagree about the log-probs of sampled tokens by" in output
+    assert "mean_logprob_mismatch" in output and "config.json" in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not lines(tmp_path)
+    assert not list((tmp_path / "run").glob("samples/*"))
+
+
 def test_pipeline_parallel_reference_token_budget_greedy_responses_and_reward_model_run_together(
     shared_runs, inputs, tmp_path
 ):

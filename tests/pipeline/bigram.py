@@ -52,7 +52,9 @@ class BigramCluster:
         with torch.no_grad():
             for shard in shards:
                 ids = shard.batch["input_ids"]
-                scores = {"log_probs": self.log_probs(ids)}
+                rows = self.table.log_softmax(-1)
+                entropy = -(rows.exp() * rows).sum(-1)[ids[:, :-1]]
+                scores = {"log_probs": self.log_probs(ids), "entropy": torch.nn.functional.pad(entropy, (1, 0))}
                 if shard.meta_info.get("sum_pi_squared"):
                     squares = self.table.softmax(-1).square().sum(-1)[ids[:, :-1]]
                     scores["sum_pi_squared"] = torch.nn.functional.pad(squares, (1, 0))

@@ -72,8 +72,8 @@ def test_rounding_of_half_precision_aborts_no_run(tmp_path, mode):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ((0.1, 0.0, 0.0), r"by 0.07\d+ on average, more than mean_logprob_mismatch 0.05"),
-        ((0.01, 0.6, 0.02), r"by more than p99_logprob_mismatch 0.5 for [12]\.\d\d% of tokens"),
+        ((0.3, 0.0, 0.0), r"by 0.2\d+ on average, more than mean_logprob_mismatch 0.19"),
+        ((0.01, 1.2, 0.02), r"by more than p99_logprob_mismatch 0.95 for [12]\.\d\d% of tokens"),
     ],
 )
 def test_what_rounding_does_not_explain_aborts_in_half_precision(tmp_path, fault, message):
@@ -95,28 +95,21 @@ def test_an_engine_of_another_temperature_is_found_in_the_first_step(tmp_path, m
 
 
 def test_in_fp32_every_token_must_agree(tmp_path):
-    with pytest.raises(RunError, match="by 0.01 at most, more than max_logprob_mismatch 0.001"):
-        first_step(tmp_path, BigramCluster(), CPU, engine=(1e-6, 0.01, 1e-3))
+    with pytest.raises(RunError, match="by 0.3 at most, more than max_logprob_mismatch 0.1"):
+        first_step(tmp_path, BigramCluster(), CPU, engine=(1e-6, 0.3, 1e-3))
 
 
 def test_in_fp32_the_passes_of_the_trainer_agree_more_closely_than_with_the_engine(tmp_path):
     first_step(tmp_path, NoisyTraining(1e-7, 0.0, 0.0), CPU)
-    off = (0.0, 1e-4, 1e-3)
+    off = (0.0, 0.01, 1e-3)
     first_step(tmp_path, BigramCluster(), CPU, engine=off)
-    with pytest.raises(RunError, match=f"by 0.0001 at most, more than 1e-05.*{PASSES}"):
-        first_step(tmp_path, NoisyTraining(*off), CPU)
-
-
-def test_on_gpus_bounds_in_fp32_leave_room_for_kernels_chosen_by_the_shape(tmp_path):
-    first_step(tmp_path, NoisyTraining(6e-6, 4e-5, 1e-3), "platform=cuda", engine=(2e-5, 0.0, 0.0))
-    with pytest.raises(RunError, match=f"by 0.0002 at most, more than 0.0001.*{PASSES}"):
-        first_step(tmp_path, NoisyTraining(0.0, 2e-4, 1e-3), "platform=cuda")
-    with pytest.raises(RunError, match="more than max_logprob_mismatch 0.01"):
-        first_step(tmp_path, BigramCluster(), "platform=cuda", engine=(1e-6, 0.02, 1e-3))
+    for relaxed in ("mean_logprob_mismatch=~", "mean_logprob_mismatch=0.1"):
+        with pytest.raises(RunError, match=rf"by 0.01 at most, more than 0.001\d.*{PASSES}"):
+            first_step(tmp_path, NoisyTraining(*off), CPU, relaxed)
 
 
 def test_bounds_can_be_set_and_left_out(tmp_path):
-    off = (0.3, 0.0, 0.0)
+    off = (0.6, 0.0, 0.0)
     first_step(tmp_path, BigramCluster(), *(f"{key}=~" for key in KEYS), engine=off)
     wide = first_step(tmp_path, BigramCluster(), *(f"{key}=10" for key in KEYS), engine=off)
     assert wide["actor/log_ratio_beyond_p99"] == 0
