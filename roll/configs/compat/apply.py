@@ -96,10 +96,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAM
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *verl.UNSUPPORTED_KEYS,
     *roll.UNSUPPORTED_KEYS,
-    *(
-        UnsupportedKey(name, always, "LoRA is off")
-        for name in ("lora_*", "use_lora", "use_peft", "*.model.lora_*")
-    ),
+    *(UnsupportedKey(name, always, "LoRA is off") for name in ("lora_*", "use_lora", "use_peft", "*.model.lora*")),
 )
 """Keys without a counterpart; the first matching pattern applies."""
 
