@@ -41,6 +41,7 @@ from roll.envs.registry import BUILT_IN, make_env
 from roll.envs.self_test import EnvTrial, Played, play, try_environments
 from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.pipeline.agentic.lengths import check_lengths
+from roll.pipeline.token_trial import first_items, try_tokens
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
 from roll.rewards.sandbox.client import available_isolation
@@ -61,19 +62,26 @@ def check_inputs(config: BaseConfig) -> Report:
     report = Report()
     _check_tokenizers(config, report)
     _check_weights(config, report)
+    samples: dict[str, tuple[Sequence[Any], bool]] = {}
     if isinstance(config, RLVRConfig):
-        prompts = _check_data(config, report, partial(read_prompt, truths_read=partial(truths_read, config.rewards)))
+        read = partial(read_prompt, truths_read=partial(truths_read, config.rewards))
+        prompts = _check_data(config, report, read, samples)
         asyncio.run(_check_rewards(config.rewards, prompts, report))
     elif isinstance(config, SFTConfig):
-        _check_data(config, report, read_prompt_response)
+        _check_data(config, report, read_prompt_response, samples)
     elif isinstance(config, PreferenceConfig):
-        _check_data(config, report, read_preference)
+        _check_data(config, report, read_preference, samples)
     elif isinstance(config, AgenticConfig):
         played: dict[str, Played] = {}
         for problem in check_environments(config, played):
             report.error("", problem)
         if (count := _token_counter(config)) is not None:
             check_lengths(config, played, count, report)
+    names = [worker.model_args.model_name_or_path for worker in config.device_roles().values()]
+    if not report.errors and any(name is not None and has_tokenizer(local_model(name)) for name in names):
+        found = try_tokens(config, samples)
+        report.errors += found.errors
+        report.warnings += found.warnings
     return report
 
 
@@ -218,8 +226,16 @@ def _has_chat_template(folder: Path) -> bool:
     return isinstance(options, dict) and bool(options.get("chat_template"))
 
 
-def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) -> list[Any]:
-    """The first rows of every data file of training and validation; what is broken goes into the report."""
+def _check_data(
+    config: BaseConfig,
+    report: Report,
+    read: Callable[..., Any],
+    samples: dict[str, tuple[Sequence[Any], bool]],
+) -> list[Any]:
+    """The first rows of every data file of training and validation; what is broken goes into the report.
+
+    `samples` gets the first items of each role, and whether these are all.
+    """
     found: list[Any] = []
     questions: dict[str, set[str]] = {}
     for role in config.data_roles():
@@ -234,8 +250,12 @@ def _check_data(config: BaseConfig, report: Report, read: Callable[..., Any]) ->
             of_role += rows
             whole = whole and len(rows) + len(errors) < CHECKED_ROWS
             _report_broken(f"{role}.data_args", file, errors, report)
-        found += [item for _, item in of_role]
-        questions[role] = {repr((item.question.text, item.question.messages)) for _, item in of_role}
+        items = [item for _, item in of_role]
+        if items:
+            first = first_items(items)
+            samples[role] = (first, whole and len(first) == len(items))
+        found += items
+        questions[role] = {repr((item.question.text, item.question.messages)) for item in items}
         repeated = repeated_ids([item.id for _, item in of_role], [record for record, _ in of_role])
         if repeated:
             report.warn(f"{role}.data_args.{args.id}", repeated)

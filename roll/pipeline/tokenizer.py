@@ -10,13 +10,14 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import RunError
 from roll.configs.hub.names import local_model
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
 from roll.configs.roles import DataArguments, GeneratingArguments
 from roll.datasets.preferences import encode_preferences
 from roll.datasets.sft import encode_sft_data
-from roll.datasets.templates import encode_prompts, template_variables
+from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables
 from roll.rollout.types import SamplingParams
 
 
@@ -53,7 +54,10 @@ def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedT
     stops = [tokenizer.encode(text, add_special_tokens=False) for text in args.stop_strings]
     for text, tokens in zip(args.stop_strings, stops, strict=True):
         if len(tokens) != 1:
-            raise RunError(f"{path}.stop_strings: {text!r} is {len(tokens)} tokens; it must be one")
+            raise RunError(
+                f"{path}.stop_strings: {text!r} is {len(tokens)} tokens, and an engine stops at one token only; add it "
+                "to the tokenizer and the embedding of the model, or leave it out and let the reward read up to it"
+            )
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -109,3 +113,16 @@ def encode_data(
         appended = 1 if isinstance(config, RewardModelConfig) else 0  # padding, where the value of a sequence is read
         return encode_preferences(data, tokenizer, args.template, *lengths, appended, variables)
     return encode_prompts(data, tokenizer, args.template, config.prompt_length, variables)
+
+
+def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
+    """Converts the messages of training and validation.
+
+    Raises:
+        DatasetError: the chat template does not let turns be added one by one.
+    """
+    args = config.actor_train.data_args
+    variables = template_variables(args.template_kwargs, config.template_time)
+    chat = ConversationEncoder(tokenizer, args.template, variables)
+    chat.follow(tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
+    return chat

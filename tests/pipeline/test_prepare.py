@@ -35,7 +35,7 @@ def prepared(config: RLVRConfig) -> None:
 def test_a_stop_string_of_several_tokens_is_reported_with_its_role(tmp_path: Path, model: Path) -> None:
     file = jsonl(tmp_path, row(1))
     given = [f"pretrain={model}", f"actor_train.data_args.file_name={file}"]
-    message = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens; it must be one"
+    message = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens, and an engine stops at one token only"
     with pytest.raises(RunError, match=message):
         prepared(rlvr(tmp_path, *given, "actor_infer.generating_args.stop_strings=[ab]"))
     with pytest.raises(RunError, match="validation.generating_args.stop_strings: 'ab' is 2 tokens"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from roll.configs.agentic import AgenticConfig
-from roll.datasets.templates import ConversationEncoder, template_variables
 from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.types import EnvSpec
 from roll.distributed.events import EventLog
@@ -19,12 +17,9 @@ from roll.pipeline.agentic.runner import RolloutRunner
 from roll.pipeline.rl_pipeline import RLPipeline, WorkerFactory
 from roll.pipeline.rollout_worker import Purpose
 from roll.pipeline.session import Session
-from roll.pipeline.tokenizer import load_tokenizer, response_text
+from roll.pipeline.tokenizer import conversation_encoder, load_tokenizer, response_text
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):
@@ -38,8 +33,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             DatasetError: the chat template does not let turns be added one by one.
         """
         await super().prepare()
-        chat = conversation_encoder(self._config, self._tokenizer)
-        chat.follow(self._tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
+        conversation_encoder(self._config, self._tokenizer)
         self._tasks = {tag: self._task(tag) for tag in self._config.custom_envs}
 
     def _task(self, tag: str) -> Task:
@@ -61,12 +55,6 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
 
     async def close(self) -> None:
         """Nothing to end: the environments belong to the rollout worker."""
-
-
-def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
-    """Converts the messages of training and validation."""
-    args = config.actor_train.data_args
-    return ConversationEncoder(tokenizer, args.template, template_variables(args.template_kwargs, config.template_time))
 
 
 def make_agentic_worker(
