@@ -58,13 +58,7 @@ ENGINE_REWARD = ("reward.strategy_args.strategy_name", "sglang")
 SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
 """Top-level keys that take effect under another name; a value may refer to them too."""
 
-KNOWN_KEYS = {
-    *declared(RLVRConfig),
-    *declared(SFTConfig),
-    *declared(AgenticConfig),
-    *declared(DPOConfig),
-    *declared(RewardModelConfig),
-}
+KNOWN_KEYS = set[str]().union(*map(declared, PIPELINES.values()))
 """Top-level keys of any pipeline."""
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()

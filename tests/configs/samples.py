@@ -24,6 +24,30 @@ RECIPES = DATA / "recipes"
 
 REFUSED = "# refused: "
 
+READ_KEYS = (
+    "global_template",
+    "dataset_dir",
+    "eval_steps",
+    "enable_old_logprobs_recompute",
+    "force_disable_old_logprobs_recompute",
+    "use_pg_clip_range",
+    "pg_clip",
+    "train_infer_correction",
+    "reward_norm",
+    "reward_shift",
+    "reward_scale",
+    "is_pure_opd",
+    "pure_opd_pipeline_type",
+    "teacher_pretrain",
+    "rl_loss_coef",
+    "positive_loss_coef",
+    "use_topr_neg_loss_coef",
+)
+"""Keys of ROLL that functions read, and no table has."""
+
+DPO_KEYS = ("chosen_key", "rejected_key", "ipo", "train_batch_size")
+"""The same for preferences."""
+
 LAPTOP = Hardware(gpus=0, cores=2)
 SERVER = Hardware(gpus=8, cores=64)
 

@@ -11,7 +11,6 @@ import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import roll, set_at
-from roll.configs.compat.roll_recipes import READ_KEYS
 from roll.configs.compat.roll_rewards import WORKERS
 from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
@@ -21,7 +20,7 @@ from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.rules import check
 from roll.configs.schema import value_at
 from roll.pipeline.check_inputs import check_environments
-from tests.configs.samples import LAPTOP, RECIPES, REFUSED, recipes
+from tests.configs.samples import LAPTOP, READ_KEYS, RECIPES, REFUSED, recipes
 
 
 def load(name: str, *overrides: str) -> BaseConfig:

@@ -104,7 +104,7 @@ OWN_NAME = "is read under its name here; keys left out have this project's defau
 """Remark on all keys of verl that only move, of which a file may have dozens."""
 
 STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
-"""The role that learns from a teacher alone in recipes of ROLL, and the key whose default in ROLL is rlvr."""
+"""The role that learns from a teacher alone in recipes of ROLL, and the key that says so here."""
 
 SFT_ROLE = "sft_train"
 """The role that is trained in recipes of ROLL for supervised fine-tuning."""
@@ -155,7 +155,7 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
     """
     moved = _with_sft_role(async_trainers.read_trainer_type(tree, source, notes), source)
     if moved.get(STUDENT_ROLE) is not None:
-        moved = {PURE_OPD_KIND: "rlvr"} | moved
+        moved = {**moved, PURE_OPD_KIND: STUDENT_ROLE}
     for path, target in MOVED_KEYS.items():
         head, _, key = path.rpartition(".")
         section = value_at(moved, head) if head else moved

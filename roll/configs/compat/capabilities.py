@@ -122,14 +122,23 @@ def _teachers(recipe: Recipe) -> Found:
                 yield f"{role}.tag_included", None
 
 
-def _of_critic(key: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], Found]:
-    """Finds a key of a critic that is used: without `adv_estimator` a recipe with a critic uses it."""
+def _trained_by(*names: str) -> Callable[[Recipe], Found]:
+    """Finds the engine that trains a role, or a critic that is used: without `adv_estimator` one that is given is."""
+    path, accepts = "strategy_args.strategy_name", _is(*names)
 
-    def find(recipe: Recipe) -> Found:
+    def of_critic(recipe: Recipe) -> Found:
         if recipe.get("adv_estimator", "gae") == "gae":
-            yield from _given(f"critic.{key}", accepts=accepts)(recipe)
+            yield from _given(f"critic.{path}", accepts=accepts)(recipe)
 
-    return find
+    return _any(_of_roles(path, accepts), of_critic)
+
+
+def _model(name: re.Pattern[str]) -> Callable[[Recipe], Found]:
+    """Finds a model by its name."""
+    accepts = _named(name)
+    return _any(
+        _given("pretrain", "student_pretrain", accepts=accepts), _of_roles("model_args.model_name_or_path", accepts)
+    )
 
 
 LORA_NAME = re.compile(r"(use_|enable_)?(q?lora|peft)(_\w+)?", re.IGNORECASE)
@@ -157,30 +166,19 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
     "distillation from the model itself": _given("opsd_mode"),
     "several teachers, or a teacher of some tags": _teachers,
     "rollouts without training": _rollout_only,
-    "DeepSpeed training": _any(
-        _of_roles("strategy_args.strategy_name", _is("deepspeed_train*")),
-        _of_critic("strategy_args.strategy_name", _is("deepspeed_train*")),
-    ),
-    "FSDP training": _any(
-        _of_roles("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
-        _of_critic("strategy_args.strategy_name", _is("fsdp*_train", "hf_train")),
-    ),
+    "DeepSpeed training": _trained_by("deepspeed_train*"),
+    "FSDP training": _trained_by("fsdp*_train", "hf_train"),
     "images": _any(
-        _given("pretrain", "student_pretrain", accepts=_named(VISION_NAME)),
+        _model(VISION_NAME),
         _of_roles("data_args.template", _named(VISION_NAME)),
-        _of_roles("model_args.model_name_or_path", _named(VISION_NAME)),
         _classes("env_manager_cls", "VL*"),
     ),
     "diffusion models": _of_roles("model_args.model_type", _is("diffusion*")),
     "mixtures of experts": _any(
         _option("expert_model_parallel_size", _above_one),
-        _given("pretrain", accepts=_named(MOE_NAME)),
-        _of_roles("model_args.model_name_or_path", _named(MOE_NAME)),
+        _model(MOE_NAME),
     ),
-    "linear attention": _any(
-        _given("pretrain", accepts=_named(LINEAR_ATTENTION_NAME)),
-        _of_roles("model_args.model_name_or_path", _named(LINEAR_ATTENTION_NAME)),
-    ),
+    "linear attention": _model(LINEAR_ATTENTION_NAME),
     "LoRA": _any(_of_roles("model_args.adapter_name_or_path", bool), _adapters),
     "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", freezes_text, TRAINED_ROLES),
     "training in fp8": _option("fp8", bool),

@@ -112,7 +112,12 @@ AGENT_KEYS = (
     UnsupportedKey("*_env_manager.system_envs", always, "system_envs are those of every process; write them there"),
     UnsupportedKey("*_env_manager.name", always, "the two managers have fixed names"),
     UnsupportedKey("*_env_manager.max_concurrency", always, "env_managers run every environment in its own thread"),
-    UnsupportedKey("*_env_manager.group_filter_cls", if_off, "every complete group is trained on; leave it out"),
+    UnsupportedKey("*_env_manager.worker_cls", always, "environments run in processes of a pool"),
+    UnsupportedKey(
+        "*_env_manager.group_filter_cls",
+        lambda value: str(value).endswith(".GroupFilter"),
+        "every complete group is trained on; leave it out",
+    ),
     UnsupportedKey(
         "*_env_manager.llm_proxy",
         lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
@@ -140,6 +145,8 @@ AGENT_KEYS = (
     UnsupportedKey("custom_envs.*.tool_wrapper", always, "tools are the environment's own; see env_type calculator"),
     UnsupportedKey("env_monitor", always, "every wait has a deadline: env_step_timeout_s, trajectory_timeout_s"),
     UnsupportedKey("partial_gpu_mode", always, "with a ratio of 0 roles take turns on the devices that they share"),
+    UnsupportedKey("exp_mode", always, "environments have one mode"),
+    UnsupportedKey("parse_tool_call_parameter_to_dict", if_off, "tools are the environment's own"),
     UnsupportedKey("render_save_dir", always, "rollout_dump_dir has the texts of every step"),
     UnsupportedKey("skip_mock_system_prompt", always, "messages are rendered one by one, without a mock system prompt"),
 )
@@ -164,6 +171,7 @@ ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "topr_*_weight": (always, "only actor_train has a policy loss"),
     "opd_kl_coef": (always, "there is no teacher"),
     "tag_included": (always, "every sample is of this role"),
+    "data_args.video_*": (always, "prompts are text"),
     "data_args.preprocessing_num_workers": (always, "prompts are prepared in one process"),
     "data_args.interleave_probs": (always, "domain_interleave_probs mixes the prompts"),
     "data_args.dataset_type": (always, "the type follows from the file's ending"),
@@ -316,6 +324,7 @@ MEGATRON_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "hydra": (always, "configuration is not read by Hydra"),
+    "alive_check_interval": (always, "health_check_interval_s is the interval"),
     "num_nodes": (always, "nodes follow from device_mapping and num_devices_per_node"),
     "local_rank": (always, "ranks follow from device_mapping"),
     "model_name": (always, "exp_name is the name of the run"),

@@ -244,16 +244,16 @@ def read_reward_normalization(recipe: Recipe) -> None:
     recipe.note(path, f"{name} is read as adv_estimator: reinforce, norm_mean_type: {mean}, norm_std_type: {std}")
 
 
-def read_difficulty(recipe: Recipe) -> None:
-    """In ROLL the difficulty that weights the loss is a column of the data, here it is measured."""
-    if recipe.get("difficulty_loss_weight") is True:
-        recipe.note(
-            "difficulty_loss_weight",
-            "weights a prompt by the mean score of its samples, not by the column difficulty of the data",
-        )
+SAMPLE_WEIGHTS = {
+    "difficulty_loss_weight": "weights a prompt by the mean score of its samples, not by the column difficulty of the "
+    "data",
+    "length_loss_weight": "compares the lengths of the whole batch, not those of a micro-batch",
+}
+"""Weight of samples -> what it does differently in ROLL."""
 
 
-def read_length_weight(recipe: Recipe) -> None:
-    """In ROLL the lengths that weight the loss are compared within a micro-batch, here over the batch."""
-    if recipe.get("length_loss_weight") is True:
-        recipe.note("length_loss_weight", "compares the lengths of the whole batch, not those of a micro-batch")
+def read_sample_weights(recipe: Recipe) -> None:
+    """Adds a remark on each weight of SAMPLE_WEIGHTS that is on."""
+    for key, difference in SAMPLE_WEIGHTS.items():
+        if recipe.get(key) is True:
+            recipe.note(key, difference)

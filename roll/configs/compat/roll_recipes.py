@@ -7,21 +7,21 @@ reads from the recipe, puts ours, and leaves one remark on each change. A key of
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 from roll.configs.agentic import ADJUSTMENTS
-from roll.configs.compat.apply import PURE_OPD_KIND, unsupported_key
+from roll.configs.compat.apply import PURE_OPD_KIND, STUDENT_ROLE, unsupported_key
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.roll_losses import (
     read_clipping,
     read_correction,
-    read_difficulty,
     read_dual_clip,
     read_kl,
-    read_length_weight,
     read_normalization,
     read_old_log_probs,
     read_reward_normalization,
+    read_sample_weights,
     read_topr,
 )
 from roll.configs.compat.roll_rewards import read_rewards
@@ -47,27 +47,8 @@ def is_roll_recipe(recipe: Recipe) -> bool:
     return workers or engine == "vllm" or any(recipe.has(mark) for mark in MARKS)
 
 
-READ_KEYS = (
-    "global_template",
-    "dataset_dir",
-    "eval_steps",
-    "enable_old_logprobs_recompute",
-    "force_disable_old_logprobs_recompute",
-    "use_pg_clip_range",
-    "pg_clip",
-    "train_infer_correction",
-    "reward_norm",
-    "reward_shift",
-    "reward_scale",
-    "is_pure_opd",
-    PURE_OPD_KIND,
-    "teacher_pretrain",
-)
-"""Keys that only ROLL has and that functions of this file read; the tables have the others."""
-
-
 def read_roll_keys(recipe: Recipe) -> None:
-    """Translates READ_KEYS, in any file."""
+    """Translates keys that only ROLL has, in any file."""
     readers = (read_topr, _read_data, read_old_log_probs, read_clipping, read_correction, read_normalization)
     for read in (*readers, read_rewards):
         read(recipe)
@@ -112,18 +93,18 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _read_intervals,
         read_kl,
         read_dual_clip,
-        read_difficulty,
+        read_sample_weights,
     ]
     if pipeline == "agentic":
         readers += [_read_environments, _read_agentic_lengths, _read_adjustment, read_reward_normalization]
     else:
         readers += [_read_validation]
     if pipeline == "rlvr":
-        readers += [_read_sampling, read_length_weight]
+        readers += [_read_sampling]
     if pipeline in ("sft", "dpo"):
         readers += [_read_epochs, _read_prompt_length]
     if pipeline == "dpo":
-        readers += [_read_dpo_reference]
+        readers += [partial(_share_devices, role="reference")]
     for read in readers:
         read(recipe)
 
@@ -145,8 +126,8 @@ def _read_distillation(recipe: Recipe) -> None:
     if model is not None and recipe.put_new("reference.model_args.model_name_or_path", model):
         recipe.note("teacher_pretrain", "is read as reference.model_args.model_name_or_path")
     asked, kind = recipe.take_switch("is_pure_opd"), recipe.take(PURE_OPD_KIND)
-    if asked or (asked is None and kind is not None and not recipe.get("use_opd")):
-        path = "is_pure_opd" if asked else PURE_OPD_KIND
+    if asked or (asked is None and kind == STUDENT_ROLE and not recipe.get("use_opd")):
+        path = "is_pure_opd" if asked else STUDENT_ROLE
         if recipe.get("adv_estimator", "opd") != "opd":
             recipe.drop("adv_estimator", f"{path} learns from the teacher alone")
         recipe.put("adv_estimator", "opd")
@@ -347,10 +328,6 @@ def _read_intervals(recipe: Recipe) -> None:
             recipe.note(key, f"{steps} is read as 0")
 
 
-def _read_dpo_reference(recipe: Recipe) -> None:
-    _share_devices(recipe, "reference")
-
-
 def _share_devices(recipe: Recipe, role: str) -> None:
     """A role that a recipe gives no devices is on those of the policy."""
     train = _devices(recipe, "actor_train")
@@ -360,10 +337,6 @@ def _share_devices(recipe: Recipe, role: str) -> None:
 
 PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
 """Keys of a recipe of DPO -> keys of `data_args`."""
-
-
-DPO_KEYS = (*PAIR_KEYS, "ipo", "train_batch_size")
-"""Keys that `read_pairs` reads."""
 
 
 def read_pairs(recipe: Recipe) -> None:
