@@ -35,7 +35,7 @@ from roll.configs.defaults import fill_in_defaults
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
-from roll.configs.schema import Converter, declared, value_at
+from roll.configs.schema import Converter, declared, known_keys, value_at
 from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
@@ -58,7 +58,7 @@ ENGINE_REWARD = ("reward.strategy_args.strategy_name", "sglang")
 SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
 """Top-level keys that take effect under another name; a value may refer to them too."""
 
-KNOWN_KEYS = set[str]().union(*map(declared, PIPELINES.values()))
+KNOWN_KEYS = {key.path for root in PIPELINES.values() for key in known_keys(root) if "." not in key.path}
 """Top-level keys of any pipeline."""
 
 AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
