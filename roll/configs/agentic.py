@@ -45,13 +45,7 @@ def first_messages(
 ) -> list[dict[str, str]]:
     """The messages before the first action; the instruction comes first, unless a template has a field for it.
 
-    Args:
-        system: `agent_system_template`; empty for none.
-        template: `agent_template`.
-        instruction: of the environment.
-        observation: of its reset.
-        actions: maximum number in the trajectory.
-        tokens: maximum of one answer.
+    A trajectory has at most `actions` answers of at most `tokens` tokens; `system` is empty for no system message.
     """
     text = turn_message(template, 0, observation, actions, tokens, instruction)
     if not any("{env_instruction}" in each for each in (system, template)):

@@ -81,7 +81,6 @@ def _fill_in_rewards(config: RLVRConfig) -> None:
 
 
 def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
-    """Sets the third of prompt_length, response_length and sequence_length."""
     prompt, response, sequence = config.prompt_length, config.response_length, config.sequence_length
     if response is None and sequence is None:
         given = {"pretrain": config.pretrain, "actor_train.data_args.file_name": config.actor_train.data_args.file_name}

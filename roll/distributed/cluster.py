@@ -294,7 +294,6 @@ class Cluster(Generic[WorkerT]):
     def _call_all(
         self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
     ) -> RemoteCall[list[Any]]:
-        """Calls every rank; the first call makes the workers."""
         ranks = range(self.world_size)
         return self.shards_client().call_ranks(name, dict.fromkeys(ranks, arguments), ranks, keywords)
 
@@ -365,7 +364,6 @@ class Cluster(Generic[WorkerT]):
         )
 
     def _build(self) -> None:
-        """Makes the workers once, before the first call."""
         if self._built:
             return
         port = self.ranks[0].master_port
@@ -394,7 +392,6 @@ class Cluster(Generic[WorkerT]):
         return [[own, *(each.get()[0] for each in row)] for own, row in zip(answers, further, strict=True)]
 
     def _context(self, method: str, *ranks: int) -> CallContext:
-        """Context of a call on these ranks, or on all ranks where none is given."""
         return CallContext(self.role, method, {rank: self._location(rank) for rank in ranks or range(self.world_size)})
 
     def _location(self, rank: int) -> str:

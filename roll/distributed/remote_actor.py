@@ -69,7 +69,6 @@ class RemoteActor(Generic[ObjectT]):
         )
 
     def _start(self) -> Any:
-        """Starts the process without waiting for it."""
         cores = tuple(sorted(os.sched_getaffinity(0)))
         node = ray.get_runtime_context().get_node_id()
         actor_cls: Any = ray.remote(ConcurrentWorkerActor)

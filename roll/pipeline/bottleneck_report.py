@@ -221,10 +221,7 @@ def _asynchronous(means: Means, split: Split) -> str:
 
 
 def _move(means: Means, split: Split, direction: int) -> str:
-    """The split in proportion to the work of both, at least one device off in `direction` (1: to generation).
-
-    Empty on a CPU, whose devices are slots of the same cores.
-    """
+    """The split in proportion to the work of both, at least one device off in `direction`; empty on a CPU."""
     if split.cpu:
         return ""
     total = split.generation + split.training

@@ -311,7 +311,6 @@ def _partial(final: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def _partial_folder(final: Path) -> AsyncIterator[Path]:
-    """A new folder to write to; an error removes it."""
     partial = _partial(final)
     with contextlib.suppress(OSError):
         _remove(partial)
@@ -361,7 +360,6 @@ def _is_exhausted(free: int | None, written: int) -> bool:
 
 
 def _flush_to_disk(folder: Path) -> None:
-    """Flushes the files of the folder to disk before it is renamed."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

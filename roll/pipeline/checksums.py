@@ -58,12 +58,10 @@ def _files(folder: Path, without: str) -> dict[str, tuple[int, int]]:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """All files below `folder`, also of folders that are linked there."""
     return sorted(Path(base, name) for base, _, names in os.walk(folder, followlinks=True) for name in names)
 
 
 def _checksum(path: Path) -> tuple[int, int]:
-    """Size and CRC-32 of a file."""
     checksum = size = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -118,7 +118,6 @@ class RLPipeline(ABC, Generic[ConfigT]):
         return monitors
 
     def _start_rollouter(self, session: Session) -> SampleSource:
-        """The rollouter in this process, or the client of one in a separate process."""
         config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
         background = config.runs_in_background
         factory = self.worker_factory(session, own_process=background)

@@ -101,15 +101,7 @@ class Rollouter:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Generates nothing before the first `advance`.
-
-        Args:
-            worker: generates and scores groups.
-            settings: bounds of admission.
-            options: everything else.
-            clock: seconds, for timers and deadlines.
-            wall_clock: seconds, for the age of groups, which outlives a restart.
-        """
+        """Generates nothing before the first `advance`; groups are aged by `wall_clock`, which outlives a restart."""
         self.admission: Admission[Group] = Admission(settings)
         self._worker, self._options, self._clock, self._wall_clock = worker, options, clock, wall_clock
         self._changed = asyncio.Condition()
@@ -178,7 +170,6 @@ class Rollouter:
             self._changed.notify_all()
 
     async def _fill_batch(self) -> None:
-        """Generates in waves until a batch is ready."""
         while not self.admission.ready():
             groups = self._draw(self.admission.admissible())
             if not groups:
@@ -186,7 +177,6 @@ class Rollouter:
             await self._generate(groups)
 
     async def _submit_in_background(self) -> None:
-        """Submits prompts whenever admission allows, until `close`."""
         last = -self._options.interval_s
         while True:
             async with self._changed:
@@ -198,7 +188,6 @@ class Rollouter:
                 self._start(self._generate, share)
 
     def _draw(self, count: int) -> list[Group]:
-        """Groups that were in flight at a restart, then `count` new ones."""
         again, self._to_regenerate = self._to_regenerate, []
         groups = [*again, *self._worker.draw(self.admission.submit(count, self._wall_clock()))]
         self._in_flight |= {group.number: group for group in groups}
@@ -240,7 +229,6 @@ class Rollouter:
         return max(share, 1.0) if share else 0.0
 
     def _failure_base(self) -> int:
-        """Prompts that the failure rate is a share of."""
         return max(self.admission.settings.batch_size, self._completed)
 
     def _failure_message(self) -> str:
@@ -276,7 +264,6 @@ class Rollouter:
         return self.admission.ready()
 
     def _state(self) -> str:
-        """What is ready and what is missing, for messages."""
         admission, ledger, unit = self.admission, self.admission.ledger, self._worker.unit
         blocking = admission.blocking()
         shown = ", ".join(f"{unit} {each.number} of version {each.version}" for each in blocking[:3])
@@ -359,13 +346,11 @@ class Rollouter:
         await asyncio.gather(*running, return_exceptions=True)
 
     def _start(self, work: Callable[..., Awaitable[None]], *args: Sequence[Group]) -> None:
-        """Starts work in the background; it runs until it ends or `close` cancels it."""
         task = asyncio.create_task(self._keep_error(work, *args))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _keep_error(self, work: Callable[..., Awaitable[None]], *args: Sequence[Group]) -> None:
-        """Keeps an exception for the next call of `next_batch`."""
         try:
             await work(*args)
         except Exception as error:

@@ -169,19 +169,7 @@ class TrainingLoop:
         devices: SharedDevices | None = None,
         engine_check: EngineProbe | None = None,
     ) -> None:
-        """Connects the parts.
-
-        Args:
-            config: of the run.
-            samples: where batches come from.
-            learner: learns from them.
-            synchronizer: None where the run has no engines.
-            trackers: receive the metrics of every step.
-            target_reached: whether validation metrics reach the goal of the run, which then ends early; None: never.
-            batch_hook: sees every batch before `learner`.
-            devices: on which trainer and engines take turns; None where each has its own, or both stay on them.
-            engine_check: of the engines, after the first weight update; None: none.
-        """
+        """Connects the parts; `synchronizer` is None without engines, `devices` where nothing takes turns on them."""
         self._devices, self._engine_check = devices, engine_check
         self._config = config
         self._samples = samples
@@ -273,7 +261,6 @@ class TrainingLoop:
         return True
 
     async def _save_last_step(self) -> Path | None:
-        """Saves the last step, unless it is saved already or nothing was learned."""
         if self._stopping is not None:
             await asyncio.gather(self._stopping, return_exceptions=True)
         await self._complete_checkpoint()
@@ -325,7 +312,6 @@ class TrainingLoop:
             self._log(metrics | throughput(batch.tokens, self._device_count, times) | times)
 
     async def _while_idle(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which needs the engines and not the trainer."""
         return await (work if self._synchronizer is None else self._synchronizer.while_idle(work))
 
     async def _to_trainer(self) -> None:
@@ -410,7 +396,6 @@ class TrainingLoop:
         return self.state.finished(self._config.max_steps)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl."""
         counts = {"step": self.state.step, "version": self.state.version}
         restarts = {"faults/run_restarts": float(self.restarts)} if self.restarts else {}
         self._trackers.log(self.state.step, {**counts, **metrics, **restarts})

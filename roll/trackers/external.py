@@ -164,7 +164,6 @@ class ExternalTracker(Tracker):
             self._report("its process ended early")
 
     def _report(self, reason: str) -> None:
-        """Warns about the first thing that went wrong."""
         if not self._reported:
             self._reported = True
             logger.warning(
@@ -176,7 +175,6 @@ class ExternalTracker(Tracker):
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills what is left of the process and its descendants."""
     try:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -228,7 +228,6 @@ class EnvHandle:
     """
 
     def __init__(self, pool: EnvPool, key: int, spec: EnvSpec, seed: int) -> None:
-        """Called by `EnvPool.open`."""
         self._pool, self._key, self._spec, self._seed = pool, key, spec, seed
         self._reset_result: ResetResult | None = None
         self._actions: list[str] = []
@@ -318,7 +317,6 @@ class EnvHandle:
         raise failure or self._pool.failure("env_died", message)
 
     def _difference(self, reset: ResetResult, steps: list[StepResult]) -> str:
-        """Describes the first result that differs from that of the episode."""
         if reset != self._reset_result:
             return f"reset returned {reset!r} after {self._reset_result!r}"
         pairs = enumerate(zip(self._steps, steps, strict=True), 1)

@@ -39,7 +39,8 @@ class _WorkerState:
 class EnvWorkerPool:
     """Keeps `size` workers running and assigns environments to them.
 
-    A worker is starting, then running, and may be retired; only a running worker takes new environments.
+    A worker is starting, then running, and may be retired; only a running worker takes new environments. Arguments as
+    of `EnvPool`; `launch` starts a worker without waiting for it.
 
     - A worker in which a call hangs is retired at once, because a thread cannot be stopped. A replacement is started,
       and the retired worker is killed when the last of its other environments is released.
@@ -60,15 +61,6 @@ class EnvWorkerPool:
         launch: Callable[[], EnvWorker],
         events: EventLog | None = None,
     ) -> None:
-        """Starts no worker.
-
-        Args:
-            size: workers that are starting or running.
-            capacity: environments that one worker holds.
-            start_timeout_s: deadline for the start of a worker, and for an environment to get a worker.
-            launch: starts a worker without waiting for it.
-            events: log of the workers that are replaced, which are logged otherwise.
-        """
         self._events = events
         self._size, self._capacity, self._start_timeout_s, self._launch = size, capacity, start_timeout_s, launch
         self._states: dict[int, _WorkerState] = {}
@@ -264,13 +256,6 @@ class RayEnvWorker:
     """An `EnvActor` on the node of the caller. It reserves no core and no device, and computes with one thread."""
 
     def __init__(self, capacity: int, log: str | None, variables: Mapping[str, str]) -> None:
-        """Starts the process without waiting for it.
-
-        Args:
-            capacity: environments that the worker holds, which is also its number of threads.
-            log: file for what the process prints, or None.
-            variables: environment variables of the process.
-        """
         node = ray.get_runtime_context().get_node_id()
         actor: Any = ray.remote(EnvActor)
         self._actor = actor.options(

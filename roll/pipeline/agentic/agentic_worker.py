@@ -37,15 +37,6 @@ class AgenticWorker(RolloutWorker):
         runner: RolloutRunner,
         environments: EnvPool,
     ) -> None:
-        """Connects the runner.
-
-        Args:
-            config: of the run.
-            tasks: by tag.
-            sampling: of responses.
-            runner: of episodes.
-            environments: that the runner uses; the worker owns their processes.
-        """
         super().__init__(config)
         self._agentic, self._tasks, self._sampling = config, tasks, sampling
         self._runner, self._environments = runner, environments

@@ -165,5 +165,4 @@ class Episode:
 
     @property
     def _longest(self) -> int:
-        """Maximum tokens of a response, by the task and by the sampling parameters."""
         return min(self._task.max_tokens, self._sampling.max_new_tokens)

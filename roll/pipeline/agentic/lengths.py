@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
-from roll.configs.agentic import AgenticConfig, CustomEnvConfig, first_messages, turn_message
+from roll.configs.agentic import AgenticConfig, first_messages, turn_message
 from roll.configs.errors import Report
 from roll.envs.self_test import Played
 
@@ -21,19 +20,19 @@ def check_lengths(
 ) -> None:
     """Warns of environments whose trajectories fill `sequence_length` before their last action.
 
-    Args:
-        config: of the run.
-        played: an episode of each environment by the path of its entry.
-        count: tokens of a text.
-        report: gets one warning for each environment.
+    `played` has an episode of each environment by the path of its entry, and `count` gives the tokens of a text.
     """
     length = config.sequence_length or 0
     for tag, entry in config.custom_envs.items():
         episode = played.get(f"custom_envs.{tag}")
         if episode is None or not episode.observations:
             continue
-        turns, answer = entry.max_steps or 1, entry.max_tokens_per_step or 0
-        first, later = _message_tokens(entry, episode, count)
+        limits = turns, answer = entry.max_steps or 1, entry.max_tokens_per_step or 0
+        system, template, observations = entry.agent_system_template or "", entry.agent_template, episode.observations
+        messages = first_messages(system, template, episode.instruction, observations[0], *limits)
+        first = sum(count(message["content"]) + MARKUP for message in messages)
+        others = enumerate(observations[1:] or observations, 1)  # of an episode of one turn the same text again
+        later = max(count(turn_message(template, turn, text, *limits)) + MARKUP for turn, text in others)
         needed = first + answer + (turns - 1) * (later + answer)
         if needed > length:
             fitting = max(0, min(turns, 1 + (length - first - answer) // (later + answer)))
@@ -43,13 +42,3 @@ def check_lengths(
                 f"message, {later} in each later one, and answers of {answer} (max_tokens_per_step); use "
                 f"{-(-needed // ROUND) * ROUND}, or less text in agent_template, or a smaller max_steps",
             )
-
-
-def _message_tokens(entry: CustomEnvConfig, episode: Played, count: Callable[[str], int]) -> tuple[int, int]:
-    """Tokens of the first message with the system message, and of the longest one after it."""
-    system, template, observations = entry.agent_system_template or "", entry.agent_template, episode.observations
-    limits = entry.max_steps or 1, entry.max_tokens_per_step or 0
-    first = first_messages(system, template, episode.instruction, observations[0], *limits)
-    later = (turn_message(template, turn, text, *limits) for turn, text in enumerate(observations[1:], 1))
-    others = itertools.chain(later, [turn_message(template, 1, observations[0], *limits)][: len(observations) == 1])
-    return sum(count(each["content"]) + MARKUP for each in first), max(count(text) + MARKUP for text in others)

@@ -33,16 +33,6 @@ class RolloutRunner:
         sequence_length: int,
         timeout_s: float,
     ) -> None:
-        """Connects both sides.
-
-        Args:
-            engines: that generate responses.
-            environments: in which the episodes run.
-            chat: converts messages to ids.
-            decode: converts sampled ids to text.
-            sequence_length: maximum tokens of a trajectory.
-            timeout_s: maximum duration of an episode.
-        """
         self._engines, self._environments, self._chat, self._decode = engines, environments, chat, decode
         self._sequence_length, self._timeout_s = sequence_length, timeout_s
 
@@ -88,7 +78,6 @@ class RolloutRunner:
         _finish_group(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
     async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> Failure | None:
-        """Runs one episode to its end or deadline; returns its failure, if any."""
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await _failure_of(self._run, episode, engine, timer)
@@ -165,7 +154,6 @@ class RolloutRunner:
 
 
 def _finish_group(group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[Failure]) -> None:
-    """Gives the group its trajectories, or drops it with its first failure."""
     if len(succeeded) == group_size:
         group.trajectories = [episode.trajectory for episode in succeeded]
     else:
