@@ -178,7 +178,6 @@ class _Suggestions:
         )
 
     def _elsewhere(self, path: str) -> list[str]:
-        """Known paths with the same last part."""
         leaf = _leaf(_plain(path))
         return [known for known in self._candidates(path) if _leaf(known) == leaf]
 
@@ -216,7 +215,6 @@ def unknown(path: str, explanation: str) -> Problem:
 
 
 def _nested(path: str) -> str:
-    """How to write a known path in a file, where it was written as one key with dots."""
     *sections, leaf = path.split(".")
     opening = "".join(f"{name}: {{" for name in sections)
     return f"in a file a dot does not open a section; write {opening}{leaf}: ...{'}' * len(sections)}"
@@ -227,7 +225,6 @@ def _leaf(path: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """The path in the spelling of keys: without dashes and capitals."""
     return path.replace("-", "_").lower().lstrip("_")
 
 

@@ -184,7 +184,6 @@ def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]
 
 
 def _with_sft_role(tree: Tree, source: str) -> Tree:
-    """The tree with ROLL's role of supervised fine-tuning as `actor_train`; the role also selects the pipeline."""
     if tree.get(SFT_ROLE) is None:
         return tree
     if RENAMED_KEYS[SFT_ROLE] in tree:
@@ -242,7 +241,6 @@ def translate_values(tree: Tree, path: str = "") -> tuple[Tree, list[Problem]]:
 
 @cache
 def _unsupported_keys(name: str) -> list[UnsupportedKey]:
-    """The entries of `UNSUPPORTED_KEYS` for keys of this name."""
     return [item for item in UNSUPPORTED_KEYS if item.matches_name(name)]
 
 

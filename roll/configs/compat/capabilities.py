@@ -51,8 +51,6 @@ def missing_capabilities(tree: Mapping[str, Any]) -> Problem | None:
 
 
 def _given(*paths: str, accepts: Callable[[Any], bool] = bool) -> Callable[[Recipe], Found]:
-    """Finds the first of these paths whose value is accepted."""
-
     def find(recipe: Recipe) -> Found:
         for path in paths:
             value = recipe.get(path, ABSENT)
@@ -69,7 +67,6 @@ def _of_roles(
 
 
 def _option(name: str, accepts: Callable[[Any], bool]) -> Callable[[Recipe], Found]:
-    """Finds an option of Megatron in the section of any role."""
     return _of_roles(f"strategy_args.strategy_config.{name}", accepts)
 
 

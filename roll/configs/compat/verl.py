@@ -138,7 +138,6 @@ SAMPLES = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "n"
 
 
 def _full(name: str) -> str:
-    """The path of a name of `NAMES` in a file of verl."""
     return f"actor_rollout_ref.{name}" if name.startswith(("actor.", "rollout.", "model.")) else name
 
 

@@ -82,11 +82,7 @@ def _weights(level: Any, given: Tree) -> Tree:
 
 
 def _rejections(option: Any, given: Tree) -> list[Tree]:
-    """The rejections of an option, which may list several with commas, with a threshold for each or one for all.
-
-    Raises:
-        ValueError: one is unknown, or has no bound.
-    """
+    """The rejections of an option, which may list several with commas, with a threshold for each or one for all."""
     threshold, lower = given.get("rollout_rs_threshold"), given.get("rollout_rs_threshold_lower")
     if threshold is None:
         raise ValueError(f"rollout_rs {option} needs rollout_rs_threshold")
@@ -103,11 +99,6 @@ def _rejections(option: Any, given: Tree) -> list[Tree]:
 
 
 def _rejection(option: str, threshold: Any, lower: Any) -> Tree:
-    """The rejection of one option.
-
-    Raises:
-        ValueError: it is unknown, or its bound is not a number.
-    """
     if option in EARLIER_REJECTION:
         upper = _positive(threshold, "rollout_rs_threshold")
         least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
@@ -136,7 +127,6 @@ def _positive(value: Any, name: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """A section on one line, with numbers of four digits."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
     return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -117,7 +117,6 @@ def read_verl_file(recipe: Recipe) -> None:
 
 
 def _read_switches(recipe: Recipe) -> None:
-    """Values that mean off, trackers, resuming and clips."""
     for path in INTERVALS:
         steps = recipe.get(path)
         if isinstance(steps, int) and steps < 0:
@@ -214,12 +213,10 @@ def _read_mini_batch(recipe: Recipe, role: str, path: str, prompts: int) -> None
 
 
 def _given(recipe: Recipe, name: str, *sections: str) -> str:
-    """The path at which a key is given; the first one where there is none."""
     return next((f"{section}{name}" for section in sections if recipe.has(f"{section}{name}")), f"{sections[0]}{name}")
 
 
 def _take_count(recipe: Recipe, path: str) -> int | None:
-    """Takes a number of at least 1; None where it is absent, null or refused."""
     value = recipe.take(path)
     if value is not None and not _is_count(value):
         recipe.refuse(path, value, NO_NUMBER)
