@@ -263,29 +263,21 @@ def checkpoints_of(config: BaseConfig) -> CheckpointManager:
 
 
 def finished_run(config: BaseConfig) -> str | None:
-    """Says that the run finished at the checkpoint it would continue from, where no model is left to be exported."""
-    choice, manager = config.resume_from_checkpoint, checkpoints_of(config)
+    """Says that the run of this folder finished at the checkpoint it would continue from, and exported its model."""
+    choice, manager, folder = config.resume_from_checkpoint, checkpoints_of(config), Path(config.output_dir)
     try:
-        folder = manager.chosen(choice)
-        state = PipelineState() if folder is None else PipelineState.load(folder)
-        if not state.finished(config.max_steps) or manager.resume_path(choice) != folder:
+        record, chosen = json.loads((folder / RUN_FILE).read_text()), manager.chosen(choice)
+        state = PipelineState() if chosen is None else PipelineState.load(chosen)
+        ended = (record["summary"]["status"], record["summary"]["steps"]) == ("finished", state.step)
+        exported = record["config"]["save_hf_model"] and (folder / HF_FOLDER).is_dir()
+        if not (ended and state.finished(config.max_steps) and (exported or not config.save_hf_model)):
             return None
-    except (CheckpointError, OSError, ValueError, TypeError):  # the run reports it
-        return None
-    if config.save_hf_model and not _exported(config, state.step):
+        if manager.resume_path(choice) != chosen:
+            return None
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):  # the run reports it
         return None
     message = f"the run is finished: step {state.step} of {config.max_steps}"
     return f"{message}, which reached target_loss" if state.reached else f"{message}; raise max_steps to go on"
-
-
-def _exported(config: BaseConfig, step: int) -> bool:
-    """Whether run.json says that the run of this folder finished this step and wrote its model."""
-    try:
-        record = json.loads((Path(config.output_dir) / RUN_FILE).read_text())
-        finished = (record["summary"]["status"], record["summary"]["steps"]) == ("finished", step)
-        return bool(finished and record["config"]["save_hf_model"] and (Path(config.output_dir) / HF_FOLDER).is_dir())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def step_of(checkpoint: Path) -> int:

@@ -65,14 +65,20 @@ def test_a_finished_run_is_known_before_it_starts_and_a_model_that_is_missing_is
             PipelineState(step).save(folder)
 
         save(CheckpointManager(tmp_path / "checkpoints", 0), step, write)
+    assert finished_run(config) is None, "its driver was killed before the run ended"
+
+    def end(steps: int, **keys: bool) -> None:
+        record = {"summary": {"status": "finished", "steps": steps}, "config": {"save_hf_model": False, **keys}}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+
+    end(4)
     assert finished_run(config) == "the run is finished: step 4 of 4; raise max_steps to go on"
-    for unfinished in ({"max_steps": 5}, {"resume_from_checkpoint": False}, {"save_hf_model": True}):
-        assert finished_run(replace(config, **unfinished)) is None
     of_path = {"resume_from_checkpoint": str(tmp_path / "checkpoints" / "step-000002")}
-    assert finished_run(replace(config, **of_path)) is None and finished_run(replace(config, **of_path, max_steps=2))
+    for unfinished in ({"max_steps": 5}, {"resume_from_checkpoint": False}, {"save_hf_model": True}, of_path):
+        assert finished_run(replace(config, **unfinished)) is None
     (tmp_path / "hf_model").mkdir()
-    record = {"summary": {"status": "finished", "steps": 4}, "config": {"save_hf_model": True}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert finished_run(replace(config, save_hf_model=True)) is None, "the folder is of an earlier end of the run"
+    end(4, save_hf_model=True)
     assert finished_run(replace(config, save_hf_model=True)) is not None
     (tmp_path / "checkpoints" / "step-000004" / "pipeline.json").write_text('{"step": 4}')
     assert finished_run(config) is None, "that checkpoint is damaged, so the run continues from the one before"
