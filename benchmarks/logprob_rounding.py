@@ -9,13 +9,14 @@ mean; in bf16 that is asked of the usual scale alone.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Check, Measurement, at_most, main
-from benchmarks.ranks import spawn_ranks
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.rounding import mismatch_bounds
 
@@ -27,17 +28,15 @@ SAMPLES, SAMPLED = 4, 16
 ROOM = 3.0
 
 
-def compare(layout: ParallelLayout, rank: int, folder: Path, cases: list[tuple[Any, ...]]) -> list[float]:
+def compare(folder: Path, cases: list[tuple[Any, ...]]) -> list[float]:
     """Mean absolute difference of the log-probs of each case."""
     from roll.platforms import get_platform
 
     get_platform("cpu").prepare_megatron()
-    return [_difference(layout, rank, Path(tempfile.mkdtemp(dir=folder)), *case) for case in cases]
+    return [_difference(Path(tempfile.mkdtemp(dir=folder)), *case) for case in cases]
 
 
-def _difference(
-    layout: ParallelLayout, rank: int, folder: Path, dtype: str, scale: float, layers: int, width: int, tokens: int
-) -> float:
+def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int, tokens: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -72,8 +71,8 @@ def _difference(
         model_args=TrainModelArguments(model_name_or_path=str(folder), dtype=dtype),  # type: ignore[arg-type]
         device_mapping=[0],
     )
-    strategy = MegatronInferStrategy(role, SFTConfig(response_length=4096), layout, rank, get_platform("cpu"))
-    os.environ["MASTER_PORT"] = str(hold_port())
+    strategy = MegatronInferStrategy(role, SFTConfig(response_length=4096), ParallelLayout(), 0, get_platform("cpu"))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hold_port())}
     strategy.initialize()
     positions = torch.arange(tokens).expand_as(ids).contiguous()
     data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions})
@@ -84,10 +83,11 @@ def _difference(
 
 
 def measure() -> Measurement:
-    """One rank for all cases."""
+    """One process for all cases."""
     cases = [(dtype, scale, *case) for dtype in ("fp32", "bf16") for scale in SCALES for case in CASES]
     with tempfile.TemporaryDirectory() as folder:
-        found = spawn_ranks(ParallelLayout(), compare, Path(folder), cases)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            found = process.submit(compare, Path(folder), cases).result()
     checks: list[Check] = []
     raw = {}
     for (dtype, scale, layers, width, tokens), mean in zip(cases, found, strict=True):

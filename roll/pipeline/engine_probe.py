@@ -27,12 +27,7 @@ REQUESTS, NEW_TOKENS, LONGEST_PROMPT = 8, 16, 256
 
 @dataclass
 class EngineProbe:
-    """`sample` needs the engines, then `compare` needs the trainer, with the same weights.
-
-    Attributes:
-        sampling: of the run; responses are cut at NEW_TOKENS.
-        vocabulary: prompts have ids below it.
-    """
+    """`sample` needs the engines, then `compare` the trainer, both with the same weights and the run's sampling."""
 
     config: RLConfig
     engines: Engines
@@ -72,10 +67,8 @@ class EngineProbe:
             return
         data = batch_of_groups(groups, multiple=role.layout.data)
         data.meta_info["temperature"] = self.config.actor_infer.generating_args.temperature
-        batch, answer = data.batch, (await cluster_log_probs(self.actor, data, role)).batch
-        tokens = TokenLogProbs(
-            batch["behavior_log_probs"], answer["log_probs"], answer["entropy"], batch["position_ids"]
-        )
+        batch, own = data.batch, (await cluster_log_probs(self.actor, data, role)).batch
+        tokens = TokenLogProbs(batch["behavior_log_probs"], own["log_probs"], own["entropy"], batch["position_ids"])
         masks = [batch["response_mask"] & (batch["group_ids"] == number)[:, None] for number in range(len(groups))]
         named = {group.name: tokens.where(mask) for group, mask in zip(groups, masks, strict=True)}
         check_engines(named, self.config)

@@ -130,7 +130,8 @@ class TokenLogProbs:
         """What the differences look like, and what to check."""
         factor, _, explained = self.temperature()
         if explained > EXPLAINED:
-            return f"the engine samples as at {factor:.3g} times the trainer's temperature; check temperature"
+            times = f"the engine samples as at {factor:.3g} times the trainer's temperature"
+            return f"{times}; check actor_infer.generating_args.temperature"
         apart, late = (self.engine - self.trainer).abs(), self.positions > self.positions.median()
         if float(apart[late].mean()) > GROWTH * float(apart[~late].mean()):
             return "they grow with the position; check rope settings, such as rope_theta, and position ids"
@@ -158,15 +159,11 @@ def check_engines(engines: Mapping[str, TokenLogProbs], config: RLConfig) -> Non
     for name, found in wrong.items():
         right = ", ".join(other for other in engines if other not in wrong)
         alone = f", unlike {right}, so check its own weights" if right else ""
-        raise _disagreement(f"{name}", found, engines[name].likely_cause() + alone)
+        raise _disagreement(name, found, engines[name].likely_cause() + alone)
 
 
 def check_engine(mismatch: Mismatch, config: RLConfig) -> None:
-    """As `check_engines`, for the batch of the first step.
-
-    Raises:
-        RunError: they differ by more than rounding.
-    """
+    """Raises RunError where log-probs of the first batch differ by more than rounding; see `check_engines`."""
     exceeded = mismatch.exceeded(config)
     if exceeded:
         raise _disagreement("engine", exceeded, "check that both load the same weights, temperature and dtype")
@@ -180,15 +177,12 @@ def _disagreement(engine: str, exceeded: str, cause: str) -> RunError:
 
 
 def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config: RLConfig) -> None:
-    """Before any update log pi is log p, or log mu as far as engine and trainer agree.
+    """Before any update log pi is log p, or log mu as far as engine and trainer agree; RunError where it is not.
 
     Args:
         step: metrics of the policy loss of the first optimizer step.
         loss: says against which of them its ratio is taken.
         config: has the bounds.
-
-    Raises:
-        RunError: they are further apart.
     """
     mismatch = Mismatch.of_step(step)
     if loss.bypass or loss.pg_ratio_base == "behavior":
