@@ -25,11 +25,11 @@ def warnings(length: int, episode: Played = EPISODE) -> list[str]:
 @pytest.mark.parametrize("episode", [EPISODE, Played("r" * 100, ("o" * 50,))])
 def test_the_warning_says_how_many_turns_fit_and_a_length_that_holds_all(episode):
     assert warnings(160, episode)[0].startswith(
-        "sequence_length: 160 holds 0 of the 4 turns of Game, with about 159 tok"
+        "sequence_length: 160 holds 0 of the 4 turns of Game, with about 151 tok"
     )
     assert "holds 2 of the 4 turns" in warnings(270, episode)[0] and "use 512" in warnings(270, episode)[0]
     assert not warnings(512, episode)
-    assert not warnings(159 + 20 + 3 * 78, episode) and warnings(159 + 20 + 3 * 78 - 1, episode)
+    assert not warnings(151 + 20 + 3 * 70, episode) and warnings(151 + 20 + 3 * 70 - 1, episode)
 
 
 def test_an_environment_that_was_not_played_is_not_judged():

@@ -9,7 +9,7 @@ from roll.configs.errors import Report
 from roll.envs.self_test import Played
 
 MARKUP = 8
-"""Tokens that a chat template adds to a message and its answer, about."""
+"""Tokens that a chat template adds to a message and its answer, at most in most; only a recommended length has them."""
 
 ROUND = 128
 """A recommended length is a multiple of this."""
@@ -30,15 +30,16 @@ def check_lengths(
         limits = turns, answer = entry.max_steps or 1, entry.max_tokens_per_step or 0
         system, template, observations = entry.agent_system_template or "", entry.agent_template, episode.observations
         messages = first_messages(system, template, episode.instruction, observations[0], *limits)
-        first = sum(count(message["content"]) + MARKUP for message in messages)
+        first = sum(count(message["content"]) for message in messages)
         others = enumerate(observations[1:] or observations, 1)  # of an episode of one turn the same text again
-        later = max(count(turn_message(template, turn, text, *limits)) + MARKUP for turn, text in others)
+        later = max(count(turn_message(template, turn, text, *limits)) for turn, text in others)
         needed = first + answer + (turns - 1) * (later + answer)
         if needed > length:
+            works = -(-(needed + MARKUP * (turns + 1)) // ROUND) * ROUND
             fitting = max(0, min(turns, 1 + (length - first - answer) // (later + answer)))
             report.warn(
                 "sequence_length",
                 f"{length} holds {fitting} of the {turns} turns of {tag}, with about {first} tokens in the first "
                 f"message, {later} in each later one, and answers of {answer} (max_tokens_per_step); use "
-                f"{-(-needed // ROUND) * ROUND}, or less text in agent_template, or a smaller max_steps",
+                f"{works}, or less text in agent_template, or a smaller max_steps",
             )
