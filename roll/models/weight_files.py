@@ -48,9 +48,9 @@ def check_weights(folder: Path, value_head: bool = False) -> list[str]:
     raw = read_model_config(folder / CONFIG_NAME, value_head)
     headers, config = read_headers(folder), decoder_config(raw, value_head)
     rules = stage_rules(config, 0, config.layers, first=True, last=True)
-    names = [name for rule in rules for name in rule.hf]
+    names = dict.fromkeys(name for rule in rules for name in rule.hf)
     optional = {"score.bias"} if raw["architectures"][0] in VALUE_ARCHITECTURES else {"score.weight", "score.bias"}
-    missing = [name for name in names if name not in {*headers, *optional}]
+    missing = [name for name in names if name not in headers and name not in optional]
     if missing:
         raise UnsupportedModel(f"{folder}: a {config.architecture} needs {_several(missing)}")
     for name in filter(headers.__contains__, names):

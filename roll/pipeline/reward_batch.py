@@ -16,6 +16,7 @@ from roll.configs.rewards import scoring_role
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
+from roll.datasets.templates import template_variables
 from roll.distributed.infer_worker import EngineClient
 from roll.distributed.protocol import DataProto
 from roll.distributed.remote_call import ShardsClient
@@ -173,6 +174,7 @@ def model_scorers(config: RLVRConfig) -> dict[str, ModelScorer]:
         DatasetError: it lacks the chat template of a reward.
     """
     scorers: dict[str, ModelScorer] = {}
+    variables = template_variables({}, config.template_time)
     for name, reward in config.rewards.items():
         role = scoring_role(reward)
         if role is None:
@@ -182,9 +184,11 @@ def model_scorers(config: RLVRConfig) -> dict[str, ModelScorer]:
             assert reward.template is not None, "loading fills it in"
             tokenizer = load_tokenizer(folder)
             if role == "judge":
-                scorers[name] = JudgeModelScorer(tokenizer, reward, scoring_length(config.judge))
+                scorers[name] = JudgeModelScorer(tokenizer, reward, scoring_length(config.judge), variables)
             else:
-                scorers[name] = RewardModelScorer(tokenizer, reward.template, longest_sequence(config.reward))
+                scorers[name] = RewardModelScorer(
+                    tokenizer, reward.template, longest_sequence(config.reward), variables
+                )
     return scorers
 
 

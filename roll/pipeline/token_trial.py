@@ -156,24 +156,20 @@ def _check_lengths(config: BaseConfig, encoded: Sequence[Any], whole: bool, repo
         lengths = [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in encoded]
     else:
         lengths = [(len(one.chosen.prompt_ids), one.tokens) for one in encoded]
-    longest, count = (config.prompt_length, config.sequence_length or UNLIMITED), len(lengths)
-    dropped = sum(prompt > longest[0] or both > longest[1] for prompt, both in lengths)
+    limits, count = (config.prompt_length, config.sequence_length or UNLIMITED), len(lengths)
+    dropped = sum(prompt > limits[0] or both > limits[1] for prompt, both in lengths)
     if 2 * dropped <= count:
         return
-    texts = []
-    for name, limit, column in zip(
-        ("prompt_length", "sequence_length"), longest, zip(*lengths, strict=True), strict=True
-    ):
-        ordered = sorted(column)
-        if ordered[-1] > limit:
-            texts.append(
-                f"{name} {limit}, where they have {ordered[0]} to {ordered[-1]} tokens and "
-                f"{ordered[math.ceil(SHARE_KEPT * count) - 1]} keeps {SHARE_KEPT:.0%}"
-            )
-    add, end = (report.error, "") if dropped == count and whole else (report.warn, "")
-    if dropped == count and not whole:
-        end = "; the run ends if it drops the others too"
+    columns = zip(("prompt_length", "sequence_length"), limits, map(sorted, zip(*lengths, strict=True)), strict=True)
+    texts = [
+        f"{name} {limit}, where they have {ordered[0]} to {ordered[-1]} tokens and "
+        f"{ordered[math.ceil(SHARE_KEPT * count) - 1]} keeps {SHARE_KEPT:.0%}"
+        for name, limit, ordered in columns
+        if ordered[-1] > limit
+    ]
     rows = f"all {count} rows" if dropped == count and whole else f"{dropped} of the first {count} rows"
+    end = "; the run ends if it drops the others too" if dropped == count and not whole else ""
+    add = report.error if dropped == count and whole else report.warn
     add("prompt_length", f"drops {rows}: they are longer than {' and '.join(texts)}{end}")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
@@ -53,20 +53,27 @@ class JudgeModelScorer:
     it would be the same. Use a scorer from one asyncio loop.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reward: RewardConfig, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reward: RewardConfig,
+        max_tokens: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """Grades nothing before `connect` gives it the engines.
 
         Args:
             tokenizer: of the judge.
             reward: the keys of `JudgeOptions`, `template`, `correct_score` and `wrong_score` are used.
             max_tokens: longest question with its answer; a longer one has no grade.
+            variables: of the template; see PromptEncoder.
 
         Raises:
             DatasetError: the tokenizer lacks the template.
         """
         assert reward.template is not None, "loading fills it in"
         self._tokenizer, self._reward, self._max_tokens = tokenizer, reward, max_tokens
-        self._encoder = PromptEncoder(tokenizer, reward.template)
+        self._encoder = PromptEncoder(tokenizer, reward.template, variables)
         self._ask: AskJudge | None = None
         self._running: set[asyncio.Future[Sequence[JudgeAnswer]]] = set()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from roll.configs.rewards import is_trainable
 from roll.datasets.prompts import Question
@@ -28,18 +28,25 @@ class RewardModelScorer:
     at a time. Use a scorer from one asyncio loop.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        max_tokens: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         """Scores nothing before `connect` gives it the model.
 
         Args:
             tokenizer: of the model.
             template: chat template of the prompt; see `roll.datasets.templates`.
             max_tokens: longest sequence of the model; a longer one has no score.
+            variables: of the template; see PromptEncoder.
 
         Raises:
             DatasetError: the tokenizer lacks the template.
         """
-        self._encoder, self._end = PromptEncoder(tokenizer, template), tokenizer.eos_token_id
+        self._encoder, self._end = PromptEncoder(tokenizer, template, variables), tokenizer.eos_token_id
         self._max_tokens = max_tokens
         self._model: ScoreSequences | None = None
         self._waiting: list[tuple[list[list[int]], asyncio.Future[list[float | str]]]] = []
