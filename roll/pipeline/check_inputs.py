@@ -22,6 +22,7 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfi
 from roll.configs.rewards import (
     RewardConfig,
     built_in_of,
+    is_comparison,
     no_reward,
     rewards_of,
     scoring_role,
@@ -66,7 +67,7 @@ def check_inputs(config: BaseConfig) -> Report:
     if isinstance(config, RLVRConfig):
         read = partial(read_prompt, truths_read=partial(truths_read, config.rewards))
         prompts = _check_data(config, report, read, samples)
-        asyncio.run(_check_rewards(config.rewards, prompts, report))
+        asyncio.run(_check_rewards(config.rewards, prompts, config.actor_train.data_args.file_name, report))
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response, samples)
     elif isinstance(config, PreferenceConfig):
@@ -320,7 +321,9 @@ def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) 
     return record, read(record, args)
 
 
-async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt], report: Report) -> None:
+async def _check_rewards(
+    rewards: dict[str, RewardConfig], prompts: list[Prompt], files: list[str], report: Report
+) -> None:
     """Every reward is imported, passes its own SELF_TEST, and scores the first prompt of each of its tags."""
     first: dict[tuple[str, bool], Prompt] = {}
     for prompt in prompts:
@@ -340,7 +343,7 @@ async def _check_rewards(rewards: dict[str, RewardConfig], prompts: list[Prompt]
             request = RewardRequest((), prompt.ground_truth, prompt.question, prompt.row, prompt.tag, prompt.id)
             requests[name].append(request)
     _check_isolation(rewards, report)
-    await asyncio.gather(*(_check_reward(name, rewards[name], requests[name], report) for name in rewards))
+    await asyncio.gather(*(_check_reward(name, rewards[name], requests[name], files, report) for name in rewards))
 
 
 def _check_isolation(rewards: dict[str, RewardConfig], report: Report) -> None:
@@ -358,7 +361,9 @@ def _check_isolation(rewards: dict[str, RewardConfig], report: Report) -> None:
         )
 
 
-async def _check_reward(name: str, reward: RewardConfig, first: list[RewardRequest], report: Report) -> None:
+async def _check_reward(
+    name: str, reward: RewardConfig, first: list[RewardRequest], files: list[str], report: Report
+) -> None:
     built_in = built_in_of(reward.function)
     is_missing = built_in == "math_rule" and reward.worker_cls is not None
     is_missing |= built_in == "llm_judge" and reward.model is None
@@ -375,6 +380,7 @@ async def _check_reward(name: str, reward: RewardConfig, first: list[RewardReque
         report.missing_resource("", f"{error}\n    rewards.{name} was imported before the run")
     except (RewardFunctionError, RewardSelfTestError) as error:
         add = report.missing_resource if built_in == "llm_judge" else report.error
-        add("", f"{error}\n    rewards.{name} was tried before the run")
+        of_data = is_comparison(reward.function) and isinstance(error, RewardSelfTestError)
+        add(", ".join(files) if of_data else "", f"{error}\n    rewards.{name} was tried before the run")
     finally:
         pool.close()

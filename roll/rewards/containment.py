@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,11 +16,15 @@ import psutil
 
 from roll.rewards.sandbox.isolation import adopt_orphans, signal_at_parents_end
 
-MARK = "ROLL_CONTAINED_PROCESS"
-"""Environment variable of a contained process and of the programs that it runs: its process id."""
+MARKED_LIMIT, MARK = 10, 2**40
+"""RLIMIT_LOCKS, which Linux does not use: MARK and its process id in a contained process and all that it starts, also
+in a program with a clean environment and a session of its own."""
 
 ROUNDS, PAUSE_S = 50, 0.02
 """Times that processes are looked for and killed, until none is left: new ones may start meanwhile."""
+
+EMPTY_LOOKS = 3
+"""Looks in a row that find no process before the search ends: one may start while a list is read."""
 
 COUNT_INTERVAL_S = 0.2
 """Interval at which descendants are counted and remembered, and their memory is added up."""
@@ -52,8 +57,8 @@ def contain(process_limit: int | None = None, memory_bytes: int | None = None) -
 
     Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
     killed, crashes or ignores that signal, a watchdog, a child of it, kills the processes of its session, those with
-    its MARK, and the descendants that it saw when it last looked, with theirs. Only a forked process that left the
-    session and lost its parent since then outlives a reward process that was killed.
+    its MARK, and the descendants that it saw when it last looked, with theirs. Only a process that removed the mark,
+    left the session and lost its parent since then outlives a reward process that was killed.
     """
     os.setsid()
     adopt_orphans()
@@ -67,11 +72,10 @@ def start_watchdog(
 ) -> None:
     """Forks the watchdog of `contain`, for a process that keeps its session, signal handlers and threads.
 
-    Such a process adopts no orphans, since nothing would wait for their exit codes. So a forked process outlives it
-    that lost its parent, runs no program, and was not seen in the last `interval_s` seconds before that.
+    Such a process adopts no orphans, since nothing would wait for their exit codes.
     """
     process = os.getpid()
-    os.environ[MARK] = str(process)
+    resource.setrlimit(MARKED_LIMIT, (MARK + process, resource.getrlimit(MARKED_LIMIT)[1]))
     if os.fork() == 0:
         with contextlib.suppress(BaseException):
             _watch(process, process_limit, memory_bytes, interval_s)
@@ -126,10 +130,12 @@ def _watch(process: int, process_limit: int | None, memory_bytes: int | None, in
             for number in started:
                 _kill(number)
             ended = True
+    empty = 0
     for _ in range(ROUNDS):
         left = _alive(seen) | _start_times(number for number in _processes() if _belongs(number, process))
         left |= _start_times(_descendants(left, MOST_PROCESSES))
-        if not left:
+        empty = 0 if left else empty + 1
+        if empty == EMPTY_LOOKS:
             return
         for number in left:
             _kill(number)
@@ -232,7 +238,6 @@ def _belongs(number: int, process: int) -> bool:
             return False
         if int(state[3]) == process:
             return True
-        environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        return resource.prlimit(number, MARKED_LIMIT)[0] == MARK + process
     except (OSError, ValueError, IndexError):
         return False
-    return f"{MARK}={process}".encode() in environment

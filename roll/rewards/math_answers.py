@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -331,7 +331,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
     **{"ln": mp.log, "log": lambda x: mp.log(x) / mp.log(10), "exp": lambda x: _power(mp.e, x)},
 }
-INVERSE = {name: FUNCTIONS[f"arc{name}"] for name in ("sin", "cos", "tan")}
+BRACKETS = ("(", "[", "{")
 
 
 def _bounded(value: Any, bits: int = MOST_BITS) -> Any:
@@ -353,17 +353,6 @@ def _natural(value: Any) -> Any:
     return value
 
 
-def _each(function: Callable[..., Any], *values: _Value) -> _Value:
-    """The results of a function at every point."""
-    results = []
-    for arguments in zip(*values, strict=True):
-        try:
-            results.append(None if None in arguments else _bounded(function(*arguments)))
-        except (ZeroDivisionError, mp.NoConvergence):
-            results.append(None)
-    return tuple(results)
-
-
 def _rounded(value: _Value) -> _Value:
     """Values that are equal if they differ by errors of rounding only."""
     parts = [None if each is None else (mp.re(each), mp.im(each)) for each in value]
@@ -376,160 +365,139 @@ def _rounded(value: _Value) -> _Value:
 @lru_cache(maxsize=1024)
 def _value(text: str) -> _Value | None:
     """The value of an expression; None of a text that is none, or has no value anywhere."""
-    try:
-        value = _Expression(text).value()
-    except _Unknown:
-        return None
-    return None if set(value) == {None} else value
+    values: list[Any] = []
+    for point in range(POINTS):
+        try:
+            values.append(_Expression(text, point).value())
+        except (ZeroDivisionError, mp.NoConvergence):
+            values.append(None)
+        except _Unknown:
+            return None
+    return None if set(values) == {None} else tuple(values)
 
 
 class _Expression:
-    """Evaluates an expression from left to right."""
+    """Evaluates an expression from left to right, with the values that letters have at a point."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, point: int) -> None:
         self._tokens: list[tuple[str, str]] = []
+        self._at, self._depth, self._point = 0, 0, point
         for number, command, letters, other in TOKEN.findall(text.replace("‡", " ")):
-            if number or command:
-                self._tokens.append(("number", number) if number else ("command", command))
-            elif letters in FUNCTIONS or letters in ("pi", "sqrt"):
-                self._tokens.append(("command", letters))
+            name = command or (letters if letters in FUNCTIONS or letters in ("pi", "sqrt") else "")
+            if number or name:
+                self._tokens.append(
+                    ("number" if number else "function" if name in FUNCTIONS else "name", number or name)
+                )
             elif len(letters) > 3:
                 raise _Unknown(letters)
             else:
                 self._tokens += [("letter", letter) for letter in letters] or [(other, other)]
-        self._at, self._depth = 0, 0
 
-    def value(self) -> _Value:
+    def value(self) -> Any:
         result = self._sum()
-        if self._at < len(self._tokens):
-            raise _Unknown(self._tokens[self._at][1])
+        if self._kind():
+            raise _Unknown(self._kind())
         return result
 
     def _kind(self) -> str:
         return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
 
-    def _take(self, kind: str = "") -> str:
-        """The next token, which must be of this kind."""
-        if not self._kind() or kind and self._kind() != kind:
-            raise _Unknown(f"no {kind}")
+    def _take(self, *kinds: str) -> str:
+        """The next token, if it is of one of these kinds."""
+        if self._kind() not in kinds:
+            return ""
         self._at += 1
         return self._tokens[self._at - 1][1]
 
-    def _takes(self, kind: str) -> bool:
-        """Whether the next token is of this kind, which is taken then."""
-        if self._kind() != kind:
-            return False
-        self._at += 1
-        return True
-
-    def _sum(self) -> _Value:
+    def _sum(self) -> Any:
         result = self._product()
-        while self._kind() in ("+", "-"):
-            sign = 1 if self._take() == "+" else -1
-            result = _each(lambda one, other, sign=sign: one + sign * other, result, self._product())
+        while sign := self._take("+", "-"):
+            result += self._product() * (1 if sign == "+" else -1)
         return result
 
-    def _product(self, of_function: bool = False) -> _Value:
+    def _product(self, of_function: bool = False) -> Any:
         """Factors with or without a sign between them; the argument of a function ends at a sign or a function."""
         result = self._factor()
         while True:
-            name = self._tokens[self._at][1] if self._kind() == "command" else ""
-            if self._kind() in ("×", "/") and not of_function:
-                divided = self._take() == "/"
+            if not of_function and (sign := self._take("×", "/")):
                 factor = self._factor()
-                result = _each(mp.fdiv if divided else mp.fmul, result, factor)
-            elif self._kind() in ("number", "letter", "command", "(", "[", "{") and not (
-                of_function and name in FUNCTIONS
+                result = _bounded(result * factor if sign == "×" else result / factor)
+            elif (
+                self._kind() in ("number", "letter", "name", *BRACKETS)
+                or self._kind() == "function"
+                and not of_function
             ):
-                result = _each(mp.fmul, result, self._factor())
+                result = _bounded(result * self._factor())
             else:
                 return result
 
-    def _factor(self) -> _Value:
+    def _factor(self) -> Any:
         negative = False
-        while self._kind() in ("+", "-"):
-            negative ^= self._take() == "-"
+        while sign := self._take("+", "-"):
+            negative ^= sign == "-"
         result = self._base()
-        while self._kind() in ("^", "!"):
-            if self._take() == "!":
-                result = _each(lambda value: mp.factorial(_natural(value)), result)
-            else:
-                result = _each(_power, result, self._argument(signed=True))
-        return _each(mp.fneg, result) if negative else result
+        while operator := self._take("^", "!"):
+            result = mp.factorial(_natural(result)) if operator == "!" else _power(result, self._argument())
+        return -result if negative else result
 
-    def _argument(self, signed: bool = False) -> _Value:
-        """What a power, a root or a fraction applies to: one token, or an expression in braces."""
-        negative = signed and self._takes("-")
-        result = self._base()
-        return _each(mp.fneg, result) if negative else result
+    def _argument(self) -> Any:
+        """What a power or a fraction applies to: one token, or an expression in brackets."""
+        return -self._base() if self._take("-") else self._base()
 
-    def _base(self) -> _Value:
+    def _base(self) -> Any:
         self._depth += 1
         if self._depth > DEEPEST_ANSWER:
             raise TooLongError("expressions inside of each other")
-        result = self._atom()
+        if number := self._take("number"):
+            result = mp.mpf(number)
+        elif letter := self._take("letter"):
+            result = self._letter(letter)
+        elif name := self._take("function"):
+            result = self._function(name)
+        elif name := self._take("name"):
+            result = self._named(name)
+        else:
+            result = self._in_brackets()
         self._depth -= 1
-        return result
+        return _bounded(result)
 
-    def _atom(self) -> _Value:
-        kind = self._kind()
-        if kind == "number":
-            return (mp.mpf(self._take()),) * POINTS
-        if kind == "letter":
-            return self._symbol(self._take())
-        if kind == "command":
-            return self._command(self._take())
-        for opening, closing in ("()", "[]", "{}", "||"):
-            if self._takes(opening):
-                result = self._sum()
-                self._take(closing)
-                return _each(abs, result) if opening == "|" else result
-        raise _Unknown(kind)
+    def _in_brackets(self) -> Any:
+        opening = self._take(*BRACKETS, "|")
+        if not opening:
+            raise _Unknown(self._kind())
+        result = self._sum()
+        if not self._take({"(": ")", "[": "]", "{": "}", "|": "|"}[opening]):
+            raise _Unknown(self._kind())
+        return abs(result) if opening == "|" else result
 
-    def _command(self, name: str) -> _Value:
-        if name in ("frac", "binom"):
-            over, under = self._argument(), self._argument()
-            if name == "frac":
-                return _each(mp.fdiv, over, under)
-            return _each(lambda n, k: mp.binomial(_natural(n), _natural(k)), over, under)
+    def _named(self, name: str) -> Any:
+        if name == "frac":
+            return self._argument() / self._argument()
+        if name == "binom":
+            return mp.binomial(_natural(self._argument()), _natural(self._argument()))
         if name == "sqrt":
-            degree = self._base() if self._kind() == "[" else (mp.mpf(2),) * POINTS
-            return _each(lambda value, n: _power(value, 1 / n), self._argument(), degree)
-        if name in FUNCTIONS:
-            return self._function(name)
+            degree = self._base() if self._kind() == "[" else mp.mpf(2)
+            return _power(self._base(), 1 / degree)
         if name == "pi":
-            return (+mp.pi,) * POINTS
-        if name in SYMBOLS:
-            return self._symbol(name)
-        raise _Unknown(name)
+            return +mp.pi
+        if name not in SYMBOLS:
+            raise _Unknown(name)
+        return self._letter(name)
 
-    def _function(self, name: str) -> _Value:
-        function, power = FUNCTIONS[name], None
-        if name == "log" and self._takes("_"):
-            base = self._argument()
-            return _each(lambda x, b: mp.log(x) / mp.log(b), self._operand(), base)
-        if self._takes("^"):
-            power = self._argument(signed=True)
-            if set(power) == {mp.mpf(-1)} and name in INVERSE:
-                function, power = INVERSE[name], None
-        argument = self._operand()
-        result = _each(lambda value: function(_bounded(value, 1000)), argument)
-        return result if power is None else _each(_power, result, power)
+    def _function(self, name: str) -> Any:
+        base = self._base() if name == "log" and self._take("_") else 10
+        power = self._argument() if self._take("^") else 1
+        if power == -1 and f"arc{name}" in FUNCTIONS:
+            name, power = f"arc{name}", 1
+        argument = self._base() if self._kind() in BRACKETS else self._product(of_function=True)
+        result = FUNCTIONS[name](_bounded(argument, 1000))
+        return _power(result if base == 10 else result / FUNCTIONS["log"](base), power)
 
-    def _operand(self) -> _Value:
-        return self._base() if self._kind() in ("(", "{", "[") else self._product(of_function=True)
-
-    def _symbol(self, name: str) -> _Value:
-        if self._takes("_"):
-            name += "_" + "".join(self._subscript())
+    def _letter(self, name: str) -> Any:
+        if self._take("_"):
+            start = self._at
+            self._base()
+            name += "".join(text for _, text in self._tokens[start : self._at] if text not in BRACKETS and text != "}")
         if name in ("e", "i"):
-            return (+mp.e if name == "e" else mp.mpc(0, 1),) * POINTS
-        drawn = random.Random(name)
-        return tuple(mp.mpf(drawn.uniform(0.5, 3)) * (-1) ** point for point in range(POINTS))
-
-    def _subscript(self) -> Iterator[str]:
-        if not self._takes("{"):
-            yield self._take()
-            return
-        while not self._takes("}"):
-            yield self._take()
+            return +mp.e if name == "e" else mp.mpc(0, 1)
+        return mp.mpf(random.Random(f"{name} {self._point}").uniform(0.5, 3)) * (-1) ** self._point

@@ -200,6 +200,8 @@ class RewardPool:
             if isinstance(outcomes, _NoOutcomes):
                 outcomes = [outcomes.failure]
             failure = next((outcome for outcome in outcomes if outcome.reason is not None), None)
+            if failure is not None and is_comparison(self._config.function):
+                raise RewardSelfTestError(f"row {request.id}: {failure.detail}")
             if failure is not None:
                 given = (
                     f"the responses {called.responses}"

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, built_in_of
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, built_in_of, is_comparison
 from roll.configs.user_code import (
     UserCodeError,
     failure_text,
@@ -297,4 +297,6 @@ def _count(request: RewardRequest, index: int | None) -> int | None:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, RewardFunctionError) else failure_text(error, _Process.function.function)
+    is_of_data = isinstance(error, ValueError) and is_comparison(_Process.config.function)
+    plain = is_of_data or isinstance(error, RewardFunctionError)
+    return str(error) if plain else failure_text(error, _Process.function.function)

@@ -19,6 +19,9 @@ from roll.rewards.containment import COUNT_INTERVAL_S
 
 HOUR = 3600.0
 
+FOREIGN_S = 3607
+"""Seconds that a daemon without an environment sleeps, by which it is found."""
+
 
 class Panic(BaseException):
     """What an extension in Rust raises: not an Exception."""
@@ -111,6 +114,11 @@ DEEDS: dict[str, Callable[[], Any]] = {
         time.sleep(4 * COUNT_INTERVAL_S),
         os.kill(os.getpid(), signal.SIGKILL),
     ),
+    "daemon without an environment and die": lambda: (
+        subprocess.run(["setsid", "env", "-i", "KEPT=1", "setsid", "sh", "-c", f"(setsid sleep {FOREIGN_S} &)"]),
+        os._exit(7),
+    ),
+    "daemon by a double fork and die": lambda: (_child(leave_session=True), os._exit(7)),
     "start a program and die": lambda: (_program(), os._exit(7)),
     "fork and be killed": lambda: (_child(), os.kill(os.getpid(), signal.SIGKILL)),
     "nan": lambda: float("nan"),

@@ -19,6 +19,8 @@ from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.containment import COUNT_INTERVAL_S, takes_more_than
 from roll.rewards.pool import RewardPool
+from tests.processes import command_of
+from tests.rewards.hostile_rewards import FOREIGN_S
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +87,8 @@ import asyncio
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.rewards.pool import RewardPool
+from tests.processes import command_of
+from tests.rewards.hostile_rewards import FOREIGN_S
 
 async def main():
     async with RewardPool(RewardConfig(function={FUNCTION!r}, timeout_s=600)) as pool:
@@ -143,6 +147,18 @@ def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], No
     assert {response: outcome.reason for response, outcome in outcomes.items()} == FAILURES
     assert all(outcome.score is None and outcome.detail for outcome in outcomes.values())
     assert sound == RewardOutcome(0.5)
+    nothing_is_left()
+
+
+@pytest.mark.parametrize("response", ["daemon without an environment and die", "daemon by a double fork and die"])
+def test_a_daemon_ends_with_its_process(response: str, nothing_is_left: Callable[[], None]) -> None:
+    daemon = ["sleep", str(FOREIGN_S)]
+    (outcome,) = asyncio.run(scored(response))
+    assert outcome.reason == "raised"
+    until = time.monotonic() + 10
+    while left := [each.pid for each in psutil.process_iter() if command_of(each).split() == daemon]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
     nothing_is_left()
 
 
