@@ -246,3 +246,10 @@ def test_modules_beside_the_file_are_found_by_the_installed_script_in_every_proc
     assert run.stderr.startswith(
         f"{tmp_path}/recipe/my_own_rewards.py:2: IndexError: list index out of range\n    return [][0]\n"
     )
+
+
+@pytest.mark.parametrize("arguments", [["show", "output/none"], ["rehearse", "missing.yaml"], ["plan", "missing.yaml"]])
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path, arguments: list[str]) -> None:
+    code = f"import sys; from roll.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert run.stdout.splitlines()[-1] == "False"

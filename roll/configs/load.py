@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import reprlib
 from collections.abc import Collection, Sequence
 from dataclasses import is_dataclass
@@ -68,6 +70,9 @@ AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 MISSPELLED = 0.9
 """Least similarity of a key of a base file to a known one for it to be refused as misspelled."""
 
+HOME = re.compile(r"~[\w.-]*/")
+"""Beginning of a path below a home folder."""
+
 NAMED = ("rewards", "custom_envs")
 """Sections whose entries have names of the user; null takes an entry of a base file out."""
 
@@ -127,7 +132,7 @@ def build_config(
     variables = _variables(tree)
     _check_sections(tree, source)
     tree, unset = interpolate(tree, source)
-    tree = {key: value for key, value in tree.items() if key not in variables}
+    tree = {key: _with_home(value) for key, value in tree.items() if key not in variables}
     tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
@@ -171,6 +176,15 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _with_home(value: Any) -> Any:
+    """A tree with `~/` and `~user/` at the beginning of texts replaced by the home folder."""
+    if isinstance(value, dict):
+        return {key: _with_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and HOME.match(value) else value
 
 
 def _check_sections(tree: Tree, source: str) -> None:

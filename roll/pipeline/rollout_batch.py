@@ -18,7 +18,7 @@ from roll.configs.agentic import SampleBy
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.distributed.protocol import DataProto
 from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
-from roll.trackers.files import write_whole
+from roll.trackers.files import dump_path, dumped_steps, write_whole
 
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
@@ -220,17 +220,6 @@ TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_lo
 """Tensors [B, T] whose values at response tokens are written, where the batch has them."""
 
 
-def dump_path(folder: Path, step: int) -> Path:
-    """The file of one step."""
-    return folder / f"step-{step:06d}.jsonl"
-
-
-def dumped_steps(folder: Path) -> list[int]:
-    """The steps with a file in the folder, in order; none if there is no folder."""
-    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
-
-
 def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = None) -> Path:
     """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
 
@@ -256,11 +245,6 @@ def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = No
         for number in set(steps) - set(kept):
             dump_path(folder, number).unlink(missing_ok=True)
     return path
-
-
-def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The lines that `dump_samples` wrote."""
-    return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]
 
 
 def _samples(data: DataProto) -> Iterator[dict[str, Any]]:

@@ -344,3 +344,19 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"run.json cannot hold {value!r} of type {type(value).__name__}")
+
+
+def dump_path(folder: Path, step: int) -> Path:
+    """The file with the samples of one step."""
+    return folder / f"step-{step:06d}.jsonl"
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps with a file in the folder, in order; none if there is no folder."""
+    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    """The lines that `roll.pipeline.rollout_batch.dump_samples` wrote."""
+    return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]

@@ -369,3 +369,17 @@ def test_an_automatic_platform_has_the_bounds_of_what_it_turns_out_to_be(tmp_pat
         prepare_devices(config, Hardware(gpus=0, cores=64))
         assert config.platform == "cpu" and config.p99_logprob_mismatch == expected.p99_logprob_mismatch
         assert config.mean_logprob_mismatch == (mean or expected.mean_logprob_mismatch)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ("pretrain=~/model", "actor_train.data_args.file_name=[~/a.jsonl,b~/c.jsonl]", "output_dir=~/out")
+    config = rlvr(tmp_path, *given, "system_envs={HF_HOME: ~/cache}", "exp_name='~'")
+    assert (config.pretrain, config.output_dir, config.logging_dir) == (
+        "/home/me/model",
+        "/home/me/out",
+        "/home/me/out/logs",
+    )
+    assert config.actor_train.data_args.file_name == ["/home/me/a.jsonl", "b~/c.jsonl"]
+    assert config.actor_train.model_args.model_name_or_path == "/home/me/model"
+    assert (config.system_envs["HF_HOME"], config.exp_name) == ("/home/me/cache", "~")

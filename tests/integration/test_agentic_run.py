@@ -18,8 +18,8 @@ from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_
 from transformers import AutoTokenizer
 
 from roll.envs import make_env
-from roll.pipeline.rollout_batch import read_samples
 from roll.pipeline.tokenizer import response_text
+from roll.trackers.files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

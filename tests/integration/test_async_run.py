@@ -25,7 +25,7 @@ from runs import (
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.pipeline.rollout_batch import read_samples
+from roll.trackers.files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
-from roll.pipeline.rollout_batch import read_samples
 from roll.pipeline.tokenizer import response_text
 from roll.tools.rehearse.model import add_score_head
+from roll.trackers.files import read_samples
 from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
 

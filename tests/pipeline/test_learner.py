@@ -21,10 +21,11 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.distributed.protocol import DataProto
 from roll.pipeline.learner import LEARNER_STATE, RLLearner, corrects_nothing
-from roll.pipeline.rollout_batch import TAG, dumped_steps, read_samples
+from roll.pipeline.rollout_batch import TAG
 from roll.pipeline.shards import training_plans
 from roll.pipeline.training_loop import SampleBatch
 from roll.rollout.timers import StepClock
+from roll.trackers.files import dumped_steps, read_samples
 from tests.configs.samples import RLVR, rlvr
 from tests.pipeline.bigram import BigramCluster
 

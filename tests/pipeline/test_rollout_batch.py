@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import AdvantageConfig, compute_advantages
 from roll.algorithms.turn_advantages import check_turns, read_turns
 from roll.configs.agentic import RewardNormalization
-from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups, dump_samples, read_samples
+from roll.pipeline.rollout_batch import NO_TURN, batch_of_groups, dump_samples
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
+from roll.trackers.files import read_samples
 
 
 def trajectory(turns: list[tuple[str, int, float]], ids: count) -> Trajectory:

@@ -41,9 +41,12 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     source = find_model(main)
     stops = recipe.actor_infer.generating_args.stop_strings if isinstance(recipe, RLConfig) else []
     tokenizer, why = find_tokenizer(source, [*stops, *recipe.validation.generating_args.stop_strings])
+    judge = recipe.judge.model_args.model_name_or_path if isinstance(recipe, RLVRConfig) else None
     names = {main, *(role.model_args.model_name_or_path or "" for role in rehearsed_roles(recipe).values())}
     models = {
-        name: str(write_model(find_model(name), tokenizer, folder / f"model-{number}", seed=number))
+        name: str(
+            write_model(source if name == judge else find_model(name), tokenizer, folder / f"model-{number}", number)
+        )
         for number, name in enumerate(sorted(names, key=lambda name: (name != main, name)))
     }
     if isinstance(recipe, RLVRConfig) and recipe.uses_reward_model:

@@ -15,7 +15,7 @@ from rich.text import Text
 from roll.configs.agentic import AgenticConfig
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import rewards_of
+from roll.configs.rewards import rewards_of, scoring_role
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
 from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts
@@ -112,8 +112,6 @@ def _steps(small: BaseConfig, run: RunRecord) -> Finding:
     norms = [line["actor/grad_norm"] for line in done if line.get("actor/grad_norm") is not None]
     detail = f"{len(done)} of {small.max_steps}, each of {per_batch} optimizer step{'s' if per_batch > 1 else ''}"
     detail += f" of {accumulation} micro-batches a rank; gradient norm {', '.join(map(format_number, norms)) or 'none'}"
-    if norms and not any(norms):
-        detail += " (all scores of a group were equal, as they often are for a random model)"
     return Finding("training steps", run.finished and len(done) == small.max_steps, detail)
 
 
@@ -130,7 +128,11 @@ def _policy(small: RLConfig, run: RunRecord) -> Finding:
     parts += ["KL in the reward"] if small.add_token_level_kl else []
     parts += ["off-policy correction"] if small.correction.active else []
     losses = [line["actor/loss"] for line in run.lines if line.get("actor/loss") is not None]
-    return Finding("policy loss", bool(losses), f"{', '.join(parts)}; loss {', '.join(map(format_number, losses))}")
+    detail = f"{', '.join(parts)}; loss {', '.join(map(format_number, losses))}"
+    learned = any(line.get("actor/grad_norm") for line in run.lines)
+    if losses and not learned:
+        detail += "; no gradient, since all scores of a group were equal: try more --steps"
+    return Finding("policy loss", bool(losses) and learned, detail)
 
 
 def _schedule(small: RLConfig, run: RunRecord) -> Finding:
@@ -161,6 +163,7 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
             continue
         values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
         detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
+        detail += "; not exercised: grade_pattern" if scoring_role(small.rewards[name]) == "judge" else ""
         made.append(Finding(f"reward {name}", True, detail))
     return made
 

@@ -14,10 +14,9 @@ from typing import Any
 from roll.configs.trackers import METRICS_FILE
 from roll.configs.user_code import is_users_file
 from roll.pipeline.checkpoint import FOLDER, CheckpointManager
-from roll.pipeline.rollout_batch import dumped_steps, read_samples
 from roll.tools.ablate.process import read_run_json
 from roll.tools.processes import CONSOLE_LOG, run_process, tail
-from roll.trackers.files import read_metrics
+from roll.trackers.files import dumped_steps, read_metrics, read_samples
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

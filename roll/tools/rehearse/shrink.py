@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from roll.configs.advantages import SCORED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import JudgeOptions, scoring_role
+from roll.configs.rewards import scoring_role
 from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
@@ -23,6 +24,7 @@ from roll.tools.rehearse.batches import (
     structure_of,
 )
 from roll.tools.rehearse.layouts import Placement, shrink_layouts
+from roll.tools.rehearse.model import POSITIONS
 
 SHORTEST, LONGEST = 16, 32
 """Tokens of a response; a recipe's own length where it is shorter."""
@@ -51,6 +53,20 @@ ENGINE_OPTIONS = ("load_format", "schedule_policy", "disable_radix_cache")
 ACCOUNT_OPTIONS = ("mode", "api_key", "login_kwargs")
 """Options of trackers that connect to a server."""
 
+RANDOM_JUDGE = {
+    "grade_pattern": r"(\d)",
+    "max_grade": 9.0,
+    "judge_temperature": 1.0,
+    "judge_max_tokens": 32,
+    "max_retries": 20,
+}
+"""How the grade of a judge with random weights is read; about half of its tokens are digits."""
+
+JUDGE_TOKENS = 4096
+"""Room of a question to the judge for response, ground truth and chat template."""
+
+LENGTH_PENALTY = 0.01
+
 OPEN_THRESHOLD = 1e9
 """Above every score, so that a query filter is used but drops nothing."""
 
@@ -70,7 +86,8 @@ SMALL = "a small batch of the same structure"
 SHORT = "short texts of a random model"
 OPENED = "opened: a random model gives a whole group one score, and no group would be left"
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
-NO_GRADE = "a random model gives no grade"
+GRADED = "a random judge writes digits, and the last one is its grade"
+DIFFERS = "scores of a group differ by length, so that the loss has a gradient"
 FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 
 
@@ -134,7 +151,7 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         if role in placement.layouts:
             _shrink_role(edit, role, placement)
         else:
-            edit.drop((role,), NO_GRADE if role == "judge" else "the recipe does not use it")
+            edit.drop((role,), "the recipe does not use it")
     batch = Batch(1, 1, 1, 1)
     if isinstance(config, RLConfig):
         structure = structure_of(config, turns=max(inputs.actions.values(), default=1))
@@ -155,8 +172,8 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
 
 
 def rehearsed_roles(config: BaseConfig) -> dict[str, RoleConfig]:
-    """The roles of a recipe that a rehearsal runs: all that own devices but a judge, whose stand-in gives no grade."""
-    return {role: worker for role, worker in config.device_roles().items() if role != "judge"}
+    """The roles of a recipe that a rehearsal runs: all that own devices."""
+    return config.device_roles()
 
 
 class _Edit:
@@ -303,6 +320,8 @@ def _shrink_rl(edit: _Edit, config: RLConfig, batch: Batch) -> None:
 def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) -> None:
     """Prompts, responses and rewards."""
     edit.set(("rollout_batch_size",), batch.groups, SMALL)
+    if not config.length_penalty_per_token and SCORED.holds(config, config):
+        edit.set(("length_penalty_per_token",), LENGTH_PENALTY, DIFFERS)
     response = _response_tokens(config.response_length or LONGEST)
     edit.set(("prompt_length",), max(SHORTEST, inputs.prompt_tokens), "the longest prompt of the rehearsal")
     edit.set(("response_length",), response, SHORT)
@@ -319,11 +338,11 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
         if reward.world_size > MAX_PROCESSES:
             edit.set((*section, "world_size"), MAX_PROCESSES, "processes share a few cores")
         if scoring_role(reward) == "judge":
-            edit.set((*section, "function"), "exact_match", NO_GRADE)
-            for item in fields(JudgeOptions):
-                edit.drop((*section, item.name), NO_GRADE)
-            edit.drop((*section, "template"), NO_GRADE)
-        if scoring_role(reward) == "reward":
+            for key, value in RANDOM_JUDGE.items():
+                edit.set((*section, key), value, GRADED)
+            length = min(POSITIONS, JUDGE_TOKENS + len(reward.prompt_template.encode()) + 2 * inputs.prompt_tokens)
+            edit.set(("judge", "sequence_length"), length, SHORT)
+        if scoring_role(reward) is not None and (scoring_role(reward) == "reward" or reward.template is not None):
             template = config.actor_train.data_args.template
             edit.set((*section, "template"), template, "its tokenizer is that of the policy")
         if reward.query_filter_config.type != "no_filter":

@@ -13,12 +13,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from roll.configs.errors import RunError
-from roll.pipeline.rollout_batch import dumped_steps
 from roll.terminal import make_console
 from roll.tools.show.formatting import sanitize_line
 from roll.tools.show.layout import Decode, step_view
 from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups
 from roll.tools.terminal import integer, option_error
+from roll.trackers.files import dumped_steps
 
 DEFAULT_LIMIT = 16
 """Samples shown without --limit and --group; a step may have thousands."""

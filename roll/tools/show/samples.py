@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from roll.configs.errors import ConfigError
-from roll.pipeline.rollout_batch import read_samples
 from roll.tools.terminal import option_error
-from roll.trackers.files import RUN_FILE
+from roll.trackers.files import RUN_FILE, read_samples
 
 
 @dataclass(frozen=True)

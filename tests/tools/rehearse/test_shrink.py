@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.rewards import built_in_of
+from roll.rewards.llm_judge import grade_in
 from roll.tools.rehearse.data import fewest_actions
 from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
 from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, rehearsed_roles, shrink
@@ -52,9 +52,12 @@ def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
     assert roles.keys() == recipes.keys()
     devices = {device for role in roles.values() for device in role.device_mapping}
     assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
+    reached = {role: {*worker.device_mapping} for role, worker in recipes.items()}
+    for _ in roles:  # devices that a role shares through others
+        reached = {role: set().union(*(own for own in reached.values() if own & reached[role])) for role in roles}
     for first in roles:
         for second in roles:
-            shares = bool({*recipes[first].device_mapping} & {*recipes[second].device_mapping})
+            shares = bool(reached[first] & reached[second])
             assert (roles[first].device_mapping == roles[second].device_mapping) == shares
             assert shares or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
     sizes = [
@@ -215,9 +218,16 @@ def test_the_number_of_steps_is_that_of_the_command() -> None:
     assert small.max_steps == 5
 
 
-def test_a_judge_on_engines_of_the_run_is_replaced_by_a_rule_since_a_random_one_gives_no_grade() -> None:
+def test_a_judge_keeps_its_engines_and_its_question_and_grades_with_the_digits_of_a_random_model() -> None:
     recipe, small, made = both(load_config(ROOT / "examples/tiny_domains/rlvr_config.yaml").source.tree)
     assert isinstance(recipe, RLVRConfig) and isinstance(small, RLVRConfig)
-    assert recipe.uses_judge and not small.uses_judge
-    assert built_in_of(small.rewards["llm_judge"].function) == "exact_match"
-    assert [change.reason for change in made.changes if change.path == "judge"] == ["a random model gives no grade"]
+    assert recipe.uses_judge and small.uses_judge and small.judge.device_mapping
+    before, judge = recipe.rewards["llm_judge"], small.rewards["llm_judge"]
+    assert (judge.function, judge.prompt_template) == (before.function, before.prompt_template)
+    assert grade_in("a7b3.", judge) == pytest.approx(3 / 9)
+    assert "rewards.llm_judge.grade_pattern" in [change.path for change in made.changes]
+
+
+def test_scores_of_a_group_differ_by_the_lengths_of_responses() -> None:
+    _, small, _ = both(yaml.safe_load(RLVR))
+    assert isinstance(small, RLVRConfig) and small.length_penalty_per_token > 0
