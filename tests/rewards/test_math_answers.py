@@ -169,3 +169,14 @@ LATEX = st.lists(
 def test_any_two_texts_can_be_compared(answer, truth):
     assert equal(answer, truth) in (True, False)
     assert equal(truth, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("23+45", "68"), ("0.333333", "1/3"), ("DCBA", "ABCD"), ("(1,2)", "1,2"), ("2^3", "8")]
+)
+def test_answers_that_only_math_verify_accepts(answer, truth):
+    from math_verify import parse, verify
+
+    theirs, ours = (parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+    assert verify(theirs, ours, timeout_seconds=None)
+    assert not equal(answer, truth)
