@@ -64,6 +64,11 @@ def test_a_reward_that_raises_is_reported_with_file_and_line_first(folder: Path)
     assert lines[3:] == ["    rewards.mine was tried before the run"]
 
 
+def test_data_that_a_built_in_reward_cannot_read_is_reported_with_its_file_first(folder: Path) -> None:
+    [error] = errors(check_inputs(config(folder, "rewards={ifeval: {}, math_rule: null}")))
+    assert ".jsonl: row p1: the ground truth" in error.splitlines()[0] and "ifeval.py" not in error, error
+
+
 def test_a_reward_that_cannot_be_imported_stops_a_run_but_not_a_plan(folder: Path) -> None:
     report = check_inputs(config(folder, function="own_two:score"))
     assert errors(report) == [] and "there is no module own_two" in str(report.missing[0])
