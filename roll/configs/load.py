@@ -38,7 +38,7 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared, known_keys, value_at
-from roll.configs.suggestions import drop_keys_of_other_roles, nearest, suggest_for
+from roll.configs.suggestions import VERY_SIMILAR, drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
 
@@ -68,7 +68,7 @@ AGENTIC_KEYS = declared(AgenticConfig).keys() - declared(RLVRConfig).keys()
 
 
 MISSPELLED = 0.9
-"""Least similarity of a key of a base file to a known one for it to be refused as misspelled."""
+"""Least similarity of a section of a base file to a known one for it to be refused as misspelled."""
 
 HOME = re.compile(r"~[\w.-]*/")
 """Beginning of a path below a home folder."""
@@ -137,17 +137,7 @@ def build_config(
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
     recipe = Recipe(tree, overridden)
-    read_systems(recipe, kind, notes)
-    from_roll = is_roll_recipe(recipe)
-    if from_roll:
-        drop_nulls(recipe, kind, root)
-    read_engine(recipe)
-    read_roll_keys(recipe)
-    if kind == "dpo":
-        read_pairs(recipe)
-    if from_roll:
-        read_roll_recipe(recipe, kind)
-    expand_importance_sampling(recipe)
+    _translate(recipe, kind, notes)
     tree, unsupported_notes, problems = drop_unsupported_keys(recipe.tree, kind)
     problems = recipe.problems + problems
     tree, translations = translate_values(tree)
@@ -187,6 +177,21 @@ def _with_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and HOME.match(value) else value
 
 
+def _translate(recipe: Recipe, kind: str, notes: Sequence[Problem]) -> None:
+    """Reads the keys of other frameworks."""
+    read_systems(recipe, kind, notes)
+    from_roll = is_roll_recipe(recipe)
+    if from_roll:
+        drop_nulls(recipe, kind, PIPELINES[kind])
+    read_engine(recipe)
+    read_roll_keys(recipe)
+    if kind == "dpo":
+        read_pairs(recipe)
+    if from_roll:
+        read_roll_recipe(recipe, kind)
+    expand_importance_sampling(recipe)
+
+
 def _check_sections(tree: Tree, source: str) -> None:
     """No section is a list or a value, which references to its keys would be blamed for."""
     sections = {key for root in PIPELINES.values() for key, value in vars(root()).items() if is_dataclass(value)}
@@ -216,7 +221,8 @@ def _without_libraries(tree: Tree, own: Collection[str]) -> tuple[Tree, list[Pro
     dropped = [
         key
         for key in unknown
-        if not any(map(migration, leaves({key: tree[key]}))) and not nearest(key, KNOWN_KEYS, MISSPELLED)
+        if not any(map(migration, leaves({key: tree[key]})))
+        and not nearest(key, KNOWN_KEYS, MISSPELLED if isinstance(tree[key], dict) else VERY_SIMILAR)
     ]
     notes = [Problem(key, "has no effect: it is a key of a base file that no ${...} refers to") for key in dropped]
     return {key: value for key, value in tree.items() if key not in dropped}, notes

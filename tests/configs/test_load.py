@@ -301,6 +301,7 @@ def test_a_key_of_a_base_file_that_nothing_refers_to_has_no_effect(tmp_path: Pat
     [
         ("words: {a: 1}", "words: unknown key"),
         ("defaults: [library]\nword: 2", "word: unknown key"),
+        ("defaults: [scalar]", "rollout_batch: unknown key; did you mean rollout_batch_size?"),
         ("defaults: [misspelled]", "actor_trian: unknown key; did you mean actor_train?"),
         ("defaults: [trl]", "num_generations: unknown key; here that is num_return_sequences_in_group"),
     ],
@@ -309,6 +310,7 @@ def test_other_unknown_keys_are_refused(tmp_path: Path, text: str, message: str)
     write(tmp_path, "word: 1\n", "library.yaml")
     write(tmp_path, "actor_trian: {pg_variant: ppo}\n", "misspelled.yaml")
     write(tmp_path, "num_generations: 4\n", "trl.yaml")
+    write(tmp_path, "rollout_batch: 4\n", "scalar.yaml")
     assert message in refusal(tmp_path, text=f"{text}\n{RLVR}")
 
 

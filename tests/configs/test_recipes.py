@@ -372,7 +372,7 @@ def test_the_coefficients_of_topr_without_a_policy_loss_are_its_variant() -> Non
     config = load("rlvr_five_domains", *overrides, "postive_loss_coef=0.7")
     assert isinstance(config, RLConfig) and config.actor_train.pg_variant == "topr"
     assert (config.topr_positive_weight, config.topr_negative_weight) == (0.7, 0.3)
-    assert "topr_positive_weight: 1, as x_1 is not a number" in notes(
+    assert "topr_negative_weight: 0.3; 1 instead of x_1, which is not a number" in notes(
         load("rlvr_five_domains", *overrides, "positive_loss_coef=x_1")
     )
     for others in (["rl_loss_coef=0.0"], [*overrides, "actor_train.pg_variant=ppo"], ["rl_loss_coef=0.5"]):

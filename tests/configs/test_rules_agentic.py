@@ -94,7 +94,10 @@ REFUSED = {
     [
         *((name, False) for name in ("game:GuessTheNumber-v0", "rg:letter_counting", "math:ASDiv2K", "code:Taco8k")),
         *((name, False) for name in ("qa:HotpotQA", "logic:RuleTaker-d0", "eval:MATH500", "ale_py:ALE/Pong-v5")),
-        *((name, True) for name in ("guess_env:Guess", "no_such_module:Shop", "my.games:Chess", "game.py:Chess")),
+        *(
+            (name, True)
+            for name in ("guess_env:Guess", "no_such_module:Shop", "my.games:Chess", "game.py:Chess", "game.py")
+        ),
         *((name, False) for name in ("frozen_lake", "roll/Sokoban-v0")),
     ],
 )

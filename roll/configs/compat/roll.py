@@ -75,29 +75,11 @@ RENAMED_VALUES = {
 }
 """Templates and schedules of ROLL without a counterpart -> the nearest that this project has."""
 
-REWARD_ROLE_KEYS = (
-    "model_args",
-    "data_args",
-    "strategy_args",
-    "generating_args",
-    "training_args",
-    "device_mapping",
-    "num_gpus_per_worker",
-    "infer_batch_size",
-    "max_concurrency",
-    "system_envs",
-    "name",
-)
-"""Keys of `rewards.<name>` in ROLL, where a reward is a role of workers; in this project it is a function."""
-
 REWARD_KEYS = (
-    "format_pattern",
-    "judge_model_type",
-    "code_url",
-    "use_local",
-    "reward_manager_config",
+    *("*_args", "device_mapping", "num_gpus_per_worker", "infer_batch_size", "max_concurrency", "system_envs", "name"),
+    *("format_pattern", "judge_model_type", "code_url", "use_local", "reward_manager_config"),
 )
-"""Options of ROLL's reward workers without a counterpart; `roll_rewards` reads the others."""
+"""Keys of `rewards.<name>` in ROLL, where a reward is a role of workers; `roll_rewards` reads the others."""
 
 ENVIRONMENTS = ("sokoban_sandbox", "sokoban_mcp")
 """Environments of ROLL whose names look like misspelled names of built-in environments."""
@@ -161,8 +143,7 @@ ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_update_frequency": (lambda value: value == 1, "weights are updated after every batch; set it to 1"),
     "sequence_packing_args": (always, "micro-batches are formed before they are packed"),
     "use_remove_padding": (always, "engines compute no padding; use_sequence_packing of the other roles decides"),
-    "sequence_length_round_in_train": (always, "lengths are rounded up to the tensor-parallel size"),
-    "sequence_length_round_in_infer": (always, "lengths are rounded up to the tensor-parallel size"),
+    "sequence_length_round_in_*": (always, "lengths are rounded up to the tensor-parallel size"),
     "offload_nccl": (always, "process groups stay"),
     "logits_in_fp32": (always, "log-probs are always computed in fp32"),
     "router_replay": (always, "the model families here are dense"),
@@ -176,8 +157,7 @@ ROLE_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data_args.interleave_probs": (always, "domain_interleave_probs mixes the prompts"),
     "data_args.dataset_type": (always, "the type follows from the file's ending"),
     "data_args.max_samples": (if_off, "all rows are read; shorten the file"),
-    "data_args.overwrite_cache": (always, "nothing is cached"),
-    "data_args.cache_path": (always, "nothing is cached"),
+    "data_args.*cache*": (always, "nothing is cached"),
     "data_args.dataset_dir": (always, "prompts are read by actor_train.data_args"),
     "data_args.eval_file_name": (if_off, "validation.data_args.file_name names the files of validation"),
     "data_args.cutoff_len": (always, "prompt_length and sequence_length bound every sample"),
@@ -245,8 +225,7 @@ MEGATRON_KEYS = {
             "masked_softmax_fusion",
             "bias_swiglu_fusion",
             "bias_gelu_fusion",
-            "persist_layer_norm",
-            "memory_efficient_layer_norm",
+            "*_layer_norm",
             "fused_*",
             "use_flash_attn",
             "use_cpu_initialization",
@@ -259,8 +238,7 @@ MEGATRON_KEYS = {
             "compile_warmup",
             "manual_gc*",
             "timers*",
-            "cuda_graph*",
-            "enable_cuda_graph",
+            "*cuda_graph*",
         ),
         "Megatron-Core is set up without it; it would change speed or memory",
     ),
@@ -332,22 +310,18 @@ RUN_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "pipeline_cls": (always, "pipeline chooses it"),
     "checkpoint_config": (always, "checkpoints are written to files, in checkpoint_dir"),
     "generate_opt_level": (always, "requests are always scheduled one by one"),
-    "use_additional_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
-    "is_use_additional_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
-    "max_additional_running_prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
+    "*additional*prompts": (always, "query_filter_config replaces dropped groups by new prompts"),
     "user_defined_rollout_loop_cls": (always, "async_training.rollouter_class names a class of your own"),
     "router_args": (always, "requests go to the engine with the fewest"),
     "rollout_mock": (always, "rollout_dump_dir writes the samples of every step"),
     "transfer_backend": (always, "batches are sent by Ray"),
-    "profiler_*": (always, "there is no profiler"),
-    "length_profiler_dir": (always, "there is no profiler"),
+    "*profiler_*": (always, "there is no profiler"),
     "report_length_and_rewards": (always, "lengths and scores are metrics"),
     "otlp_output_dir": (always, "there is no telemetry"),
     "save_logging_board_dir": (always, "trackers write to output_dir"),
     "is_offload_optimizer_states_in_train_step": (always, "is_offload_states moves all states between steps"),
     "enable_reference": (always, "the reference is used if use_kl_loss or add_token_level_kl is on"),
-    "val_prompt_length": (always, "validation has the lengths of training"),
-    "val_sequence_length": (always, "validation has the lengths of training"),
+    "val_*_length": (always, "validation has the lengths of training"),
     "l2": (always, "weight_decay is the penalty of large weights"),
     "use_reward_scaling": (if_off, "reward_clip, norm_mean_type and norm_std_type change scores"),
     "use_reward_norm": (if_off, "norm_mean_type and norm_std_type normalize scores"),
@@ -422,7 +396,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
             always,
             "a reward is a function, or the model of role reward or judge, without these options",
         )
-        for key in (*REWARD_ROLE_KEYS, *REWARD_KEYS)
+        for key in REWARD_KEYS
     ),
     UnsupportedKey(
         "rewards.*.response_length_penalty_coef",

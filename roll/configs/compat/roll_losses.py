@@ -54,16 +54,17 @@ def read_topr(recipe: Recipe) -> None:
     given = {ours: recipe.get(key) for key, ours in TOPR_WEIGHTS.items() if recipe.get(key)}
     if recipe.get("rl_loss_coef", 1) != 0 or not given or recipe.get("actor_train.pg_variant", "topr") != "topr":
         return
-    for key in ("rl_loss_coef", *TOPR_WEIGHTS):
+    read = {"actor_train.pg_variant": "topr", **dict.fromkeys(TOPR_WEIGHTS.values(), 0), **given}
+    for key, value in read.items():
+        recipe.put_new(key, value if key not in given or isinstance(value, int | float) else 1)
+    shown = ", ".join(f"{key}: {recipe.get(key)}" for key in read)
+    lost = [str(value) for value in given.values() if not isinstance(value, int | float)]
+    instead = f"; 1 instead of {', '.join(lost)}, which is not a number" if lost else ""
+    recipe.note(
+        "rl_loss_coef", f"{recipe.take('rl_loss_coef')} beside the coefficients of TOPR is read as {shown}{instead}"
+    )
+    for key in TOPR_WEIGHTS:
         recipe.take(key)
-    recipe.put("actor_train.pg_variant", "topr")
-    read = ["actor_train.pg_variant: topr"]
-    for ours in dict.fromkeys(TOPR_WEIGHTS.values()):
-        value = given.get(ours, 0)
-        if isinstance(value, int | float):
-            recipe.put_new(ours, value)
-        read.append(f"{ours}: {recipe.get(ours)}" if recipe.has(ours) else f"{ours}: 1, as {value} is not a number")
-    recipe.note("rl_loss_coef", f"0 with the coefficients of TOPR is read as {', '.join(read)}")
 
 
 def read_kl(recipe: Recipe) -> None:

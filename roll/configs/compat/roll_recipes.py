@@ -57,16 +57,10 @@ def read_roll_keys(recipe: Recipe) -> None:
 
 
 def drop_nulls(recipe: Recipe, pipeline: str, section: type, path: str = "", entries: bool = False) -> None:
-    """Removes keys that are null where null is not a valid value: such a key counts as not given.
+    """Removes keys that are null where null is not a valid value, and unknown ones: such a key counts as not given.
 
-    Unknown keys too, except those of `UNSUPPORTED_KEYS`, which get a remark.
-
-    Args:
-        recipe: changed in place.
-        pipeline: of the recipe.
-        section: dataclass of the section at `path`, or of each of its entries.
-        path: empty for the top level.
-        entries: whether the keys at `path` are names of the user.
+    Keys of `UNSUPPORTED_KEYS` stay and get a remark. `section` is the dataclass of the section at `path`, or with
+    `entries` of each of its entries, which have names of the user.
     """
     for name, value in list((recipe.section(path) if path else recipe.tree).items()):
         where = f"{path}.{name}" if path else str(name)

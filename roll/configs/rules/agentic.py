@@ -26,7 +26,7 @@ def names_class(env_type: str) -> bool:
     module, colon, name = env_type.partition(":")
     if module in GEM_NAMESPACES and (module in sys.stdlib_module_names or find_spec(module) is None):
         return False
-    return bool(colon) and not re.fullmatch(r".+-v\d+", name)
+    return (bool(colon) or env_type.endswith(".py")) and not re.fullmatch(r".+-v\d+", name)
 
 
 def check_environments(config: AgenticConfig, report: Report) -> None:
