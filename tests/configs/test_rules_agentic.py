@@ -96,7 +96,7 @@ REFUSED = {
         *((name, False) for name in ("qa:HotpotQA", "logic:RuleTaker-d0", "eval:MATH500", "ale_py:ALE/Pong-v5")),
         *(
             (name, True)
-            for name in ("guess_env:Guess", "no_such_module:Shop", "my.games:Chess", "game.py:Chess", "game.py")
+            for name in ("guess_env:Guess", "no_such_module:Shop", "my.games:Chess", "game.py:Chess", "g.py")
         ),
         *((name, False) for name in ("frozen_lake", "roll/Sokoban-v0")),
     ],

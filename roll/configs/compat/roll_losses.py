@@ -60,10 +60,8 @@ def read_topr(recipe: Recipe) -> None:
     shown = ", ".join(f"{key}: {recipe.get(key)}" for key in read)
     lost = [str(value) for value in given.values() if not isinstance(value, int | float)]
     instead = f"; 1 instead of {', '.join(lost)}, which is not a number" if lost else ""
-    recipe.note(
-        "rl_loss_coef", f"{recipe.take('rl_loss_coef')} beside the coefficients of TOPR is read as {shown}{instead}"
-    )
-    for key in TOPR_WEIGHTS:
+    recipe.note("rl_loss_coef", f"0 with the coefficients of TOPR is read as {shown}{instead}")
+    for key in ("rl_loss_coef", *TOPR_WEIGHTS):
         recipe.take(key)
 
 
