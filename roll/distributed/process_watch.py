@@ -3,6 +3,7 @@
 A call of a rank fails at once when its process dies, so a death is reported only to code that waits for something else,
 such as a batch, or that got the error of another rank first. A call of a process that is stopped by a signal does not
 fail before its deadline, which may be an hour: the process is killed, and its calls fail as those of a dead one.
+For a minute no call notices the death of gcs_server, and then Ray ends the driver: such a death ends the run's calls.
 Processes of other nodes are not watched.
 """
 
@@ -13,14 +14,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import Repeats
-from roll.distributed.remote_errors import ClusterError
+from roll.distributed.ray_session import ray_processes
+from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError
 from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class ProcessWatch:
         self._clock, self._stop_times = clock, stop_times or StopTimes()
         self._died: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._run: asyncio.Task[Any] | None = None
+        self._ray_death: ClusterError | None = None
         self._repeats = Repeats(logger)
 
     def start(self) -> None:
@@ -94,7 +98,8 @@ class ProcessWatch:
             for cluster in self._clusters
             for rank, process in cluster.local_processes.items()
         }
-        processes = {**self._others(), **{name: process for name, (_, _, process) in ranks.items()}}
+        of_ray = ray_processes()
+        processes = {**self._others(), **{name: process for name, (_, _, process) in ranks.items()}, **of_ray}
         found = {name: status_of(process) for name, process in processes.items()}
         dead = {name: "its process died" for name, status in found.items() if status in ENDED}
         stopped = [name for name, status in found.items() if status == psutil.STATUS_STOPPED]
@@ -103,32 +108,59 @@ class ProcessWatch:
                 processes[name].kill()
             dead[name] = STOPPED_TOO_LONG
             self._events.record(name, "killed", dead[name])
+        if self._run is not None and (dead_of_ray := [name for name in of_ray if name in dead]):
+            self._ray_death = _death_of(dead_of_ray[0])
+            self._events.record(
+                dead_of_ray[0], "died", f"{dead[dead_of_ray[0]]}; all processes of the run end with Ray"
+            )
+            for process in of_ray.values():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()  # all workers end with the raylet, so no call waits for an answer
+            self._run.cancel()
+            self._run = None
         for name in dead:
             if name in ranks and not self._died.done():
                 cluster, rank, _ = ranks[name]
                 self._died.set_result(cluster.died(rank, f"{name}: {dead[name]}"))
 
+    @contextlib.contextmanager
+    def deaths_as_causes(self) -> Iterator[None]:
+        """Ends the block when a process of Ray dies, and raises that death, or a training rank's, instead of others.
 
-@contextlib.contextmanager
-def deaths_as_causes(clusters: Mapping[str, Cluster[Worker]]) -> Iterator[None]:
-    """Raises the death of a training rank instead of another error, where a rank on this node is dead.
+        The ranks whose collective a dead one broke fail with errors of their own, which may arrive before that of the
+        dead one, and so may those of engines and the rollouter: they may have died at the same time.
 
-    The ranks whose collective it broke fail with errors of their own, which may arrive before that of the dead one,
-    and so may those of engines and the rollouter: they may have died at the same time, or Ray may lose this node.
-
-    Args:
-        clusters: of training ranks, by role; read when a call has failed.
-
-    Raises:
-        ClusterError: of kind PROCESS_DIED.
-    """
-    try:
-        yield
-    except (ClusterError, EnginesLostError) as error:
-        if isinstance(error, ClusterError) and error.process_failed and error.role in clusters:
+        Raises:
+            ClusterError: of kind PROCESS_DIED.
+        """
+        self._run = run = asyncio.current_task()
+        try:
+            yield
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and (run is None or not self._ray_death or run.uncancel()):
+                raise  # an interruption
+            if (death := self._ray_death or ray_death()) is not None:
+                raise death from error
+            failed = isinstance(error, ClusterError | EnginesLostError)
+            of_rank = isinstance(error, ClusterError) and error.role in [cluster.role for cluster in self._clusters]
+            if not failed or (isinstance(error, ClusterError) and error.process_failed and of_rank):
+                raise
+            for cluster in self._clusters:
+                for rank, process in cluster.local_processes.items():
+                    if status_of(process) in ENDED:
+                        raise cluster.died(rank, f"{cluster.role}-{rank}: its process died") from error
             raise
-        for cluster in clusters.values():
-            for rank, process in cluster.local_processes.items():
-                if status_of(process) in ENDED:
-                    raise cluster.died(rank, f"{cluster.role}-{rank}: its process died") from error
-        raise
+        finally:
+            self._run = None
+
+
+def ray_death() -> ClusterError | None:
+    """The death of a process of the run's own Ray; None if all live."""
+    for name, process in ray_processes().items():
+        if status_of(process) in ENDED:
+            return _death_of(name)
+    return None
+
+
+def _death_of(name: str) -> ClusterError:
+    return ClusterError(name, WATCH, 0, PROCESS_DIED, f"{name}, a process of Ray, died")

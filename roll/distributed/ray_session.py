@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray._private import services
 from ray._private import utils as ray_utils
@@ -45,6 +46,9 @@ AUTHENTICATION = TOKEN, TOKEN_FILE, _ = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
 
 _raylet: Any = ray._raylet
 
+RAY_PROCESSES = ("gcs_server", "raylet")
+"""Processes without which Ray ends; the first takes the second along within a minute."""
+
 OPTIONS: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 
 HTTP2_SETTINGS = b"\4"
@@ -71,6 +75,7 @@ class RunRay:
         self._folder = make_session_folder()
         self.folder = self._folder / "ray"
         self.group = ProcessGroup()
+        self.processes: dict[str, psutil.Process] = {}
         self._environment = {name: os.environ.get(name) for name in AUTHENTICATION}
         if not any(map(os.environ.get, (TOKEN, TOKEN_FILE))):
             token = self._folder / "token"
@@ -78,6 +83,12 @@ class RunRay:
             token.write_text(secrets.token_hex(32))
             os.environ[TOKEN_FILE] = str(token)
         _raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+    def watch(self) -> None:
+        """Remembers the processes without which Ray ends."""
+        if ray_worker._global_node is not None:
+            running = ray_worker._global_node.all_processes
+            self.processes = {name: psutil.Process(running[name][0].process.pid) for name in RAY_PROCESSES}
 
     def end(self) -> None:
         """Kills Ray's processes and removes its files."""
@@ -162,6 +173,12 @@ def _start_own(platform_name: str, num_devices: int, options: dict[str, Any]) ->
         replaced(services, "ConsolePopen", InGroup),
     ):
         ray.init(**options)
+    own.watch()
+
+
+def ray_processes() -> dict[str, psutil.Process]:
+    """The processes of the Ray that this process has started, without which it ends, by name."""
+    return {} if _own is None else _own.processes
 
 
 def _make_core_worker(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,6 @@ class PreferencePipeline(ABC, Generic[ConfigT]):
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The training loop, connected to the running clusters."""
         await session.ready()
-        session.watch_processes()
         learner = self.learner(session)
         samples = PairSamples(self._config, self._pairs, self._validation, learner)
         return TrainingLoop(self._config, samples, learner, None, trackers)

@@ -17,6 +17,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.events import DRIVER, EventLog
 from roll.distributed.processes import log_file
+from roll.distributed.ray_session import RAY_PROCESSES
 from roll.distributed.remote_errors import WATCH, ClusterError, one_line
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
@@ -124,8 +125,8 @@ def without_restart(config: BaseConfig, running: RunningLoop, error: ClusterErro
     spent = (
         f"the restarts are spent (max_restarts {config.max_restarts})" if config.max_restarts else "max_restarts is 0"
     )
-    log = log_file(config, component)
-    cause = f"{cause.partition(': ')[2]}; {spent}; its log is {log}"
+    log = "" if error.role in RAY_PROCESSES else f"; its log is {log_file(config, component)}"
+    cause = f"{cause.partition(': ')[2]}; {spent}{log}"
     return ClusterError(error.role, error.method, error.rank, error.kind, f"{component} failed: {cause}", cause)
 
 

@@ -83,9 +83,9 @@ class RLPipeline(ABC, Generic[ConfigT]):
         await session.ready()
         logger.info("reading which weights the trainer sends to the engines")
         devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
-        monitors, watch = await self._watch_engines(session), session.watch_processes()
+        monitors = await self._watch_engines(session)
         monitor = monitors.pop("actor_infer")
-        failures = [watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
+        failures = [session.watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
         synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
         await synchronizer.setup()
         extensions = load_extensions(config)

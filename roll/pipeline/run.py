@@ -29,7 +29,6 @@ from roll.configs.rewards import scoring_role
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import DRIVER, EventLog, set_aside_events
-from roll.distributed.process_watch import deaths_as_causes
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.ray_session import RayStartError
 from roll.distributed.remote_errors import ClusterError
@@ -366,7 +365,7 @@ async def _train(
     summary: RunSummary,
 ) -> None:
     async with session:
-        with deaths_as_causes(session.train_clusters):
+        with session.watch.deaths_as_causes():
             loop = await pipeline.build(session, trackers)
             await loop.resume()
             if not session.resumed:

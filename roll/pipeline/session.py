@@ -19,7 +19,7 @@ from roll.distributed.engine_monitor import EngineMonitor
 from roll.distributed.events import EventLog
 from roll.distributed.infer_worker import InferWorker
 from roll.distributed.model_download import fetch_on_nodes
-from roll.distributed.process_watch import ProcessWatch
+from roll.distributed.process_watch import ProcessWatch, ray_death
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
@@ -80,6 +80,8 @@ class Session:
         self._remote_actors: list[RemoteActor[Any]] = []
         self._close_first: list[Callable[[], Awaitable[None]]] = []
         self._running = False
+        self.watch: ProcessWatch
+        """Of the block that was entered last."""
         self.may_start_again = self.resumed = False
         self.kept: set[str] = set()
         self.kept_since = 0.0
@@ -92,6 +94,7 @@ class Session:
         except BaseException:
             self.end()
             raise
+        self.watch = self.watch_processes()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -183,7 +186,7 @@ class Session:
             await remote_actor.ready()
 
     def watch_processes(self) -> ProcessWatch:
-        """Watches training ranks, engines and those remote actors that are ready, until the block is left."""
+        """Watches Ray, training ranks, engines and those remote actors that are ready, until the block is left."""
 
         def others() -> dict[str, Process]:
             engines = {
@@ -234,7 +237,7 @@ class Session:
             return False
         if not self.may_start_again or not self.infer_clusters or self.shared_devices is not None:
             return False
-        return self._resources is not None and not self._resources.lost_nodes()
+        return self._resources is not None and ray_death() is None and not self._resources.lost_nodes()
 
     async def _keep_engines(self) -> set[str]:
         """Lets the engines end their requests and wait for new weights; the roles of all.
@@ -283,7 +286,7 @@ class Session:
         self._running = False
         with contextlib.ExitStack() as ends:
             ends.callback(stop_ray)
-            if self._resources is not None:
+            if self._resources is not None and ray_death() is None:
                 ends.callback(self._resources.release)
             for cluster in reversed(self.infer_clusters.values()):
                 ends.callback(cluster.shutdown)

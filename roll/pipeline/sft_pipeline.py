@@ -60,7 +60,6 @@ class SFTPipeline:
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The training loop, connected to the running cluster."""
         await session.ready()
-        session.watch_processes()
         actor = session.train_clusters["actor_train"]
         samples = SFTSamples(self._config, self._examples, self._validation, actor)
         learner = SFTLearner(self._config, actor)

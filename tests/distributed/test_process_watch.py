@@ -17,7 +17,7 @@ import pytest
 from roll.distributed import process_watch
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
-from roll.distributed.process_watch import ProcessWatch, deaths_as_causes
+from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
 from roll.stopped_processes import StopTimes
 
@@ -115,29 +115,91 @@ def test_another_process_that_stays_stopped_is_killed_and_its_death_is_left_to_i
     assert "rollouter" in (tmp_path / EVENTS_FILE).read_text()
 
 
-def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: Any) -> None:
+def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: Any, tmp_path: Path) -> None:
     """Only of errors that do not name a dead process themselves, and only while a rank is dead."""
 
-    def raised(kind: str) -> ClusterError:
-        error = ClusterError("actor_train", "train_step", 0, kind, "connection closed by peer")
-        with pytest.raises(ClusterError) as caught, deaths_as_causes({"actor_train": cluster}):
-            raise error
-        assert caught.value is error or caught.value.__cause__ is error
-        return caught.value
+    async def scenario() -> None:
+        watch = ProcessWatch([cluster], EventLog(tmp_path))
 
-    assert raised("RuntimeError").kind == "RuntimeError", "all ranks are alive"
-    cluster.children[1].kill()
-    until(lambda: cluster.status(1) == psutil.STATUS_ZOMBIE)
-    death = raised("RuntimeError")
-    assert (death.rank, death.kind) == (1, PROCESS_DIED) and death.process_failed
-    assert raised(TIMEOUT).kind == TIMEOUT
-    with (
-        pytest.raises(ClusterError, match="actor_train-1: its process died"),
-        deaths_as_causes({"actor_train": cluster}),
-    ):
-        raise ClusterError("actor_infer", "update", 0, PROCESS_DIED, "an engine died at the same time")
-    with pytest.raises(ClusterError, match="actor_train-1: its process died"), deaths_as_causes({"a": cluster}):
-        raise EnginesLostError("Ray has lost the node of all engines and ranks")
+        def raised(error: Exception) -> ClusterError:
+            with pytest.raises(ClusterError) as caught, watch.deaths_as_causes():
+                raise error
+            assert caught.value is error or caught.value.__cause__ is error
+            return caught.value
+
+        def failed(kind: str) -> ClusterError:
+            return ClusterError("actor_train", "train_step", 0, kind, "connection closed by peer")
+
+        assert raised(failed("RuntimeError")).kind == "RuntimeError", "all ranks are alive"
+        cluster.children[1].kill()
+        until(lambda: cluster.status(1) == psutil.STATUS_ZOMBIE)
+        death = raised(failed("RuntimeError"))
+        assert (death.rank, death.kind) == (1, PROCESS_DIED) and death.process_failed
+        assert raised(failed(TIMEOUT)).kind == TIMEOUT
+        assert raised(ClusterError("actor_infer", "update", 0, PROCESS_DIED, "an engine died too")).rank == 1
+        assert raised(EnginesLostError("Ray has lost the node of all engines and ranks")).rank == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def ray(cluster: Sleeping, monkeypatch: pytest.MonkeyPatch) -> dict[str, psutil.Process]:
+    """Two processes that stand for those of Ray."""
+    processes = dict(zip(("gcs_server", "raylet"), cluster.local_processes.values(), strict=True))
+    monkeypatch.setattr(process_watch, "ray_processes", lambda: processes)
+    monkeypatch.setattr(process_watch, "INTERVAL_S", 0.01)
+    return processes
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_death_of_a_process_of_ray_ends_what_the_run_waits_for(
+    ray: dict[str, psutil.Process], tmp_path: Path, name: str, number: signal.Signals
+) -> None:
+    async def scenario() -> None:
+        watch = ProcessWatch([], EventLog(tmp_path), stop_times=StopTimes(0.05))
+        watch.start()
+        with pytest.raises(ClusterError, match=f"^{name}, a process of Ray, died$") as caught:
+            with watch.deaths_as_causes():
+                ray[name].send_signal(number)
+                await asyncio.sleep(10)
+        assert caught.value.process_failed
+        await asyncio.sleep(0)  # nothing is left of the cancellation
+        await watch.close()
+
+    asyncio.run(scenario())
+    until(lambda: ray["raylet"].status() == psutil.STATUS_ZOMBIE)
+    happened = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert (happened[-1]["component"], happened[-1]["event"]) == (name, "died")
+
+
+def test_the_death_of_a_process_of_ray_is_the_cause_of_errors_that_it_brings(
+    ray: dict[str, psutil.Process], tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        watch = ProcessWatch([], EventLog(tmp_path))
+        ray["raylet"].kill()
+        until(lambda: ray["raylet"].status() == psutil.STATUS_ZOMBIE)
+        for error in (ClusterError("actor_train", "train_step", 0, PROCESS_DIED, "gone"), RuntimeError("socket")):
+            with pytest.raises(ClusterError, match="^raylet, a process of Ray, died$"), watch.deaths_as_causes():
+                raise error
+
+    asyncio.run(scenario())
+
+
+def test_an_interruption_stays_one(ray: dict[str, psutil.Process], tmp_path: Path) -> None:
+    async def block(watch: ProcessWatch) -> None:
+        with watch.deaths_as_causes():
+            await asyncio.sleep(10)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(block(ProcessWatch([], EventLog(tmp_path))))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
 
 
 def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(

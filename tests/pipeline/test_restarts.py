@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import time
@@ -10,7 +11,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -297,7 +299,7 @@ class Processes:
     """In place of the session: no process is started."""
 
     resumed = False
-    train_clusters: ClassVar[dict[str, Any]] = {}
+    watch = SimpleNamespace(deaths_as_causes=contextlib.nullcontext)
 
     async def __aenter__(self) -> None:
         """Starts nothing."""
