@@ -134,6 +134,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to every other process
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # gcs_server keeps 4 KB for each call otherwise
     address = ray_address() if joins_ray() else None
     if address is not None:
         probe(address)
