@@ -110,12 +110,7 @@ def plan(
     device_gib: float | None = None,
     elsewhere: bool = False,
 ) -> int:
-    """Prints the plan of a run without starting it.
-
-    Returns:
-        Exit code: 1 if this machine could not run it, unless the run is for one `elsewhere`, or if it needs more than
-        `device_gib` of a device.
-    """
+    """Prints the plan of a run; exit code 1 if it cannot run here and is not `elsewhere`, or exceeds `device_gib`."""
     from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
     from roll.configs.plan import fits_devices, make_plan, print_plan
@@ -241,7 +236,6 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def _override_hint(argv: Sequence[str] | None) -> str:
-    """How to write keys of the configuration that were given as flags."""
     from roll.configs.compat.apply import MIGRATION
 
     words = sys.argv[1:] if argv is None else argv

@@ -124,12 +124,6 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
     if config.num_devices_per_node is not None:
         return platform, config.num_devices_per_node
     if platform == "cpu":
-        if highest >= hardware.cores:
-            report.warn(
-                "num_devices_per_node",
-                f"is not given, and device {highest} is beyond the {hardware.cores} cores here: "
-                f"planned as more nodes; write num_devices_per_node: {highest + 1} for one node",
-            )
         return platform, hardware.cores
     if not hardware.gpus:
         report.warn("num_devices_per_node", f"is not given and there is no GPU here: assumed {GPUS_PER_NODE}")
@@ -181,7 +175,6 @@ def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
 
 
 def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
-    """No device is on another machine than this one, unless Ray joins others."""
     per_node = config.num_devices_per_node or (hardware.gpus if platform == "cuda" else 0)
     if not per_node or joins_ray():
         return
@@ -199,14 +192,7 @@ def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, re
 
 
 def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
-    """Devices and memory are here, unless Ray joins other machines; more devices than cores need a number of them.
-
-    Args:
-        config: from `load_config`.
-        platform: of the run on this machine; see `platform_here`.
-        hardware: of this machine.
-        report: gets what is missing.
-    """
+    """Devices and memory of a run on `platform` are here, unless Ray joins other machines."""
     if platform == "cuda" and not joins_ray():
         _check_gpus(config, hardware, report)
     elif platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
@@ -231,7 +217,6 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
 
 
 def _check_memory(config: BaseConfig, hardware: Hardware, report: Report) -> None:
-    """Weights, gradients and optimizers of all CPU slots fit the memory; a whole estimate above it is a warning."""
     if not hardware.memory_bytes or report.errors:
         return
     least = whole = 0

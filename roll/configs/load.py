@@ -169,7 +169,6 @@ def build_config(
 
 
 def _with_home(value: Any) -> Any:
-    """A tree with `~/` and `~user/` at the beginning of texts replaced by the home folder."""
     if isinstance(value, dict):
         return {key: _with_home(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -193,7 +192,6 @@ def _translate(recipe: Recipe, kind: str, notes: Sequence[Problem]) -> None:
 
 
 def _check_sections(tree: Tree, source: str) -> None:
-    """No section is a list or a value, which references to its keys would be blamed for."""
     sections = {key for root in PIPELINES.values() for key, value in vars(root()).items() if is_dataclass(value)}
     found = {key: value for key, value in tree.items() if key in sections and isinstance(value, list | int | float)}
     if found:
@@ -202,7 +200,6 @@ def _check_sections(tree: Tree, source: str) -> None:
 
 
 def _without_nulls(section: Any) -> Any:
-    """The entries of a section that are not null, unless none is left."""
     kept = {name: entry for name, entry in section.items() if entry is not None} if isinstance(section, dict) else {}
     return kept or section
 
@@ -229,7 +226,6 @@ def _without_libraries(tree: Tree, own: Collection[str]) -> tuple[Tree, list[Pro
 
 
 def _grouped(notes: Sequence[Problem]) -> list[Problem]:
-    """The remarks, those with the same message as one."""
     paths: dict[str, list[str]] = {}
     for note in notes:
         paths.setdefault(note.message, []).append(note.path)

@@ -85,7 +85,6 @@ def memory_plans(config: BaseConfig, shapes: dict[str, ModelShape], platform: st
 
 
 def _training(config: BaseConfig, role: str, worker: TrainedRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
-    """The fullest pipeline stage."""
     stages = worker.layout.pipeline
     plans = [_training_stage(config, role, worker, shape, stage, platform) for stage in range(stages)]
     return max(plans, key=lambda plan: plan.total)
@@ -265,7 +264,6 @@ def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platf
 
 
 def _teacher_tokens(config: BaseConfig, tokens: int, shape: ModelShape) -> list[MemoryLine]:
-    """The most likely tokens of a teacher and the policy's log-probs of them, with `opd_top_k`."""
     if not isinstance(config, RLConfig) or config.opd_top_k is None:
         return []
     count = min(config.opd_top_k, shape.vocabulary)
@@ -274,7 +272,6 @@ def _teacher_tokens(config: BaseConfig, tokens: int, shape: ModelShape) -> list[
 
 
 def _training_tokens(config: BaseConfig, worker: TrainedRoleConfig) -> int:
-    """Tokens of the largest training micro-batch of one data-parallel rank."""
     samples = worker.training_args.per_device_train_batch_size * _rows_of_a_sample(config)
     if worker.training_token_limit is None:
         return samples * (config.sequence_length or 0)
@@ -287,14 +284,12 @@ def _rows_of_a_sample(config: BaseConfig) -> int:
 
 
 def _tokens_of_a_step(config: BaseConfig, worker: TrainedRoleConfig) -> int:
-    """Most tokens of one optimizer step on one data-parallel rank."""
     training = worker.training_args
     samples = training.per_device_train_batch_size * training.gradient_accumulation_steps * _rows_of_a_sample(config)
     return samples * (config.sequence_length or 0)
 
 
 def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
-    """A frozen model: weights and one layer's values of a forward pass."""
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
     layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
@@ -310,7 +305,6 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
 def _forward_lines(
     config: BaseConfig, worker: MegatronRoleConfig, shape: ModelShape, platform: str, with_head: bool
 ) -> list[MemoryLine]:
-    """A forward pass: what one layer keeps meanwhile, and the head on the last pipeline stage."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor

@@ -264,7 +264,6 @@ def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str
 
 
 def _phases(group: Sequence[str], memory: Sequence[MemoryPlan], devices: int) -> str:
-    """The phases of one device, and what is in the memory of its node while the engines generate."""
     phases = ", ".join(f"{gibibytes(size)} {phase}" for phase, size in _phase_bytes(group, memory).items())
     trainers = [plan for plan in memory if plan.role in group and plan.role not in UNMOVED]
     away = sum(line.bytes for plan in trainers for line in plan.lines if line.name in ("weights", "optimizer"))
@@ -319,7 +318,6 @@ def batch_lines(config: BaseConfig) -> list[Line]:
 
 
 def _schedule_lines(config: BaseConfig, worker: TrainedRoleConfig, of: str = "") -> list[Line]:
-    """The learning rate of a role; `of` begins the names of the lines."""
     training, steps = worker.training_args, config.schedule_steps(worker)
     each = config.steps_per_batch(worker)
     waits = config.max_steps - steps // each
@@ -334,7 +332,6 @@ def _schedule_lines(config: BaseConfig, worker: TrainedRoleConfig, of: str = "")
 
 
 def _critic_lines(config: RLConfig) -> list[Line]:
-    """Optimizer steps and schedule of the critic."""
     step, samples = config.critic.samples_per_optimizer_step, config.samples_per_batch
     formula = f"{samples} samples / {step} x {config.ppo_epochs} ppo_epochs"
     steps = Line("critic: optimizer steps per batch", config.steps_per_batch(config.critic), formula)
@@ -373,7 +370,6 @@ def _forward_line(config: RLConfig) -> Line:
 
 
 def _agentic_lines(config: AgenticConfig) -> list[Line]:
-    """Trajectories, environments, turns and samples of one step, and the environments of one validation."""
     manager, turns, trajectories = config.train_env_manager, config.turns, config.rollout_batch_size
     tags = config.tags_of(manager)
     tokens = max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
@@ -419,7 +415,6 @@ def _manager_lines(suffix: str, manager: EnvManagerConfig) -> list[Line]:
 
 
 def _of_tags(key: str, config: AgenticConfig) -> str:
-    """A key of the entries of training, with its values."""
     tags = config.tags_of(config.train_env_manager)
     return f"{key} of " + ", ".join(f"{tag} ({getattr(config.custom_envs[tag], key)})" for tag in tags)
 
@@ -510,7 +505,6 @@ def _roles(plan: Plan) -> Table:
 
 
 def _device_table(plan: Plan) -> Table:
-    """Neighbouring devices with the same roles are one row."""
     rows = []
     owners = {item.device: [role for role in plan.roles if item.device in role.devices] for item in plan.devices}
     for roles, group in groupby(plan.devices, key=lambda item: owners[item.device]):
@@ -521,7 +515,6 @@ def _device_table(plan: Plan) -> Table:
 
 
 def _places(role: RolePlan, devices: Sequence[int]) -> str:
-    """The ranks or engines of a role on some devices."""
     size, unit = (role.tensor, "engine") if role.strategy == "sglang" else (1, "rank")
     numbers = sorted({role.devices.index(device) // size for device in devices})
     return f"{unit}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"

@@ -119,7 +119,6 @@ def server_options() -> dict[str, ServerOption] | None:
 
 
 def _declared(file: Path, lists: dict[str, tuple[Any, ...]]) -> Iterator[tuple[str, ServerOption]]:
-    """Annotated names of the classes of one module."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         for item in node.body if isinstance(node, ast.ClassDef) else []:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
@@ -142,7 +141,6 @@ def _option(annotation: ast.expr, lists: dict[str, tuple[Any, ...]]) -> ServerOp
 
 
 def _lists(file: Path) -> dict[str, tuple[Any, ...]]:
-    """Lists of constants that a module assigns, by name."""
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     assigned = [node for node in body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
     return {ast.unparse(node.targets[0]): _constants(node.value) for node in assigned}
@@ -156,7 +154,6 @@ def _constants(node: ast.expr | None) -> tuple[Any, ...]:
 
 
 def _hint(node: ast.expr) -> Any:
-    """The type of an annotation, with Any for names that are not in TYPES."""
     if not isinstance(node, ast.Subscript):
         return TYPES.get(ast.unparse(node), Any)
     inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -216,7 +216,6 @@ def tag_of(record: Record, data_args: DataArguments) -> str:
 
 
 def _name_in(record: Record, column: str, value: Any) -> str:
-    """An id or a tag as text."""
     if isinstance(value, list | dict):
         record.fail(f"column {column!r} holds a {type(value).__name__}; an id or a tag is a text or a number")
     return str(value)

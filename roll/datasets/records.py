@@ -169,7 +169,6 @@ def _is_list(path: Path) -> bool:
 
 
 def _json_list(path: Path) -> Iterator[Record | DatasetError]:
-    """The objects of a list, numbered from 1."""
     rows = _parsed(path.read_bytes().removeprefix(BOM_UTF8), str(path))
     for number, row in enumerate(rows, start=1):
         if isinstance(row, dict):

@@ -109,7 +109,6 @@ def _play_built_in(trial: EnvTrial) -> Played | str:
 
 
 def _check_weights(config: BaseConfig, report: Report) -> None:
-    """The weights of every model on this machine can be read and fit its config.json."""
     seen: set[tuple[str, bool]] = set()
     for role, worker in config.device_roles().items():
         name = worker.model_args.model_name_or_path
@@ -158,7 +157,6 @@ def _check_tokenizers(config: BaseConfig, report: Report) -> None:
 
 
 def _check_scoring_models(config: RLVRConfig, report: Report) -> None:
-    """The models of roles reward and judge have tokenizers with the templates of their rewards."""
     for role, section in (("reward", config.reward), ("judge", config.judge)):
         templates = {
             f"rewards.{name}.template": reward.template
@@ -217,7 +215,6 @@ def _check_padding(path: str, folder: Path, report: Report) -> None:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer of a folder has a chat template: in a file of its own, or in its configuration."""
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
@@ -259,43 +256,37 @@ def _check_data(
         questions[role] = {repr((item.question.text, item.question.messages)) for item in items}
         repeated = repeated_ids([item.id for _, item in of_role], [record for record, _ in of_role])
         if repeated:
-            report.warn(f"{role}.data_args.{args.id}", repeated)
+            report.warn(f"{role}.data_args.id", repeated)
         if role == "actor_train" and whole:
             _check_batch(config, len(of_role), report)
         if isinstance(config, PreferenceConfig):
-            equal = sum(item.chosen == item.rejected for _, item in of_role)
-            add = report.error if equal == len(of_role) else report.warn
+            equal = sum(item.chosen == item.rejected for item in items)
+            text = f"{equal:,} of {len(items):,} pairs have two equal responses; they are left out"
             if equal:
-                add(
-                    f"{role}.data_args",
-                    f"{equal:,} of {len(of_role):,} pairs have two equal responses; they are left out",
-                )
+                (report.error if equal == len(items) else report.warn)(f"{role}.data_args", text)
     _check_held_out(config, questions, report)
     return found
 
 
 def _check_held_out(config: BaseConfig, questions: dict[str, set[str]], report: Report) -> None:
-    """Validation is on other data than training, as far as names and the first rows show it."""
-    train, val = config.actor_train.data_args, config.validation.data_args
     if "validation" not in config.data_roles():
         return
-    folders = [
-        {(local_file(name).resolve(), args.subset, args.split) for name in args.file_name} for args in (train, val)
-    ]
-    both = questions["actor_train"] & questions["validation"]
-    if folders[0] & folders[1]:
-        name = next(iter(folders[0] & folders[1]))[0]
-        report.warn(
-            "validation.data_args.file_name", f"{name} is trained on too, so its score is not of unseen prompts"
-        )
+    train, val = (
+        {(local_file(name).resolve(), args.subset, args.split) for name in args.file_name}
+        for args in (config.actor_train.data_args, config.validation.data_args)
+    )
+    both, text = questions["actor_train"] & questions["validation"], ""
+    if train & val:
+        text = f"{min(train & val, key=str)[0]} is trained on too, so its score is not of unseen prompts"
     elif both:
-        count = len(questions["validation"])
-        text = f"{len(both):,} of {count:,} prompts are in the training data too; remove them from one of the files"
+        text = (
+            f"{len(both):,} of {len(questions['validation']):,} prompts are in the training data too; remove them there"
+        )
+    if text:
         report.warn("validation.data_args.file_name", text)
 
 
 def _report_broken(path: str, file: Path, errors: Sequence[DatasetError], report: Report) -> None:
-    """The first row of each kind of error, with the number of others."""
     kinds: dict[str, list[str]] = {}
     for error in errors:
         kinds.setdefault(str(error).removeprefix(f"{file}:").partition(": ")[2], []).append(str(error))
@@ -307,14 +298,11 @@ def _report_broken(path: str, file: Path, errors: Sequence[DatasetError], report
 
 
 def _check_batch(config: BaseConfig, rows: int, report: Report) -> None:
-    """The data has as many rows as a batch takes."""
     batch, path = config.actor_train.samples_per_optimizer_step, "actor_train.training_args.gradient_accumulation_steps"
     if isinstance(config, RLVRConfig):
         batch, path = config.rollout_batch_size, "rollout_batch_size"
     if 0 < rows < batch:
-        report.warn(
-            path, f"a batch of {batch:,} takes more than the {rows:,} rows of the data: every batch repeats some"
-        )
+        report.warn(path, f"a batch takes {batch:,} of the {rows:,} rows of the data: every batch repeats some")
 
 
 def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) -> tuple[Record, Any]:
@@ -347,7 +335,6 @@ async def _check_rewards(
 
 
 def _check_isolation(rewards: dict[str, RewardConfig], report: Report) -> None:
-    """Programs of responses run in namespaces of their own, where the kernel allows it."""
     names = [name for name, reward in rewards.items() if built_in_of(reward.function) == "code_sandbox"]
     if not names:
         return

@@ -124,7 +124,6 @@ def _check_unused(config: AgenticConfig, report: Report) -> None:
 
 
 def _check_ahead(config: AgenticConfig, report: Report) -> None:
-    """No more groups run at a time than may be submitted."""
     limits = {"train_env_manager": (config.groups_admitted, "async_generation_ratio and rollout_batch_size admit")}
     if config.eval_steps and config.val_batch_size:
         limits["val_env_manager"] = (config.val_batch_size // config.val_env_manager.group_size, "val_batch_size has")
@@ -135,7 +134,6 @@ def _check_ahead(config: AgenticConfig, report: Report) -> None:
 
 
 def _check_greedy(config: AgenticConfig, report: Report) -> None:
-    """Greedy trajectories of one task are identical."""
     group = config.val_env_manager.group_size
     if config.eval_steps and group > 1 and config.validation.generating_args.temperature == 0:
         report.warn(
@@ -211,7 +209,6 @@ def _check_deadlines(config: AgenticConfig, report: Report) -> None:
 
 
 def _check_template(config: AgenticConfig, report: Report) -> None:
-    """Messages of several turns need a chat template."""
     if config.actor_train.data_args.template == "none":
         report.error(
             "actor_train.data_args.template",

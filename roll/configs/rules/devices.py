@@ -165,7 +165,6 @@ def _check_divides(role: str, worker: RoleConfig, report: Report) -> None:
 
 
 def _multiples(count: int, size: int) -> str:
-    """The multiples of `size` on either side of `count`."""
     below = count // size * size
     return f"{below} or {below + size}" if below else str(size)
 
@@ -208,7 +207,6 @@ def check_engines(config: BaseConfig, report: Report) -> None:
 
 
 def _check_trackers(config: BaseConfig, report: Report) -> None:
-    """Trackers are installed, and options belong to trackers of the run."""
     for tracker, count in Counter(config.track_with).items():
         if count > 1:
             report.error("track_with", f"contains {tracker} {count} times; list it once")
@@ -223,7 +221,6 @@ def _check_trackers(config: BaseConfig, report: Report) -> None:
 
 
 def _check_precision(config: BaseConfig, report: Report) -> None:
-    """Both engines compute in the same precision."""
     if not isinstance(config, RLConfig):
         return
     training, sampling = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
@@ -294,7 +291,6 @@ def _check_recompute(worker: TrainedRoleConfig, path: str, report: Report) -> No
 
 
 def _check_optimizer(worker: TrainedRoleConfig, path: str, report: Report) -> None:
-    """Options that only the distributed optimizer has, and modules whose recomputation saves nothing."""
     megatron = worker.strategy_args.strategy_config
     if megatron.optimizer_cpu_offload and worker.model_args.dtype == "fp32":
         report.error(
@@ -369,7 +365,6 @@ def check_training(config: BaseConfig, report: Report) -> None:
 
 
 def _check_token_limits(config: BaseConfig, report: Report) -> None:
-    """A micro-batch holds what is not divided: a sample, or in training on pairs both rows of a pair."""
     length = config.sequence_length or 0
     sample = f"one sample of sequence_length {length}"
     for role, trained in config.trained_roles().items():
@@ -393,7 +388,6 @@ def _check_token_limits(config: BaseConfig, report: Report) -> None:
 def _check_holds(
     path: str, limit: int | None, tokens: int, what: str, tensor: int, round_to: int, report: Report
 ) -> None:
-    """A token limit, if there is one, is at least `tokens` rounded up to `round_to`."""
     least = -(-tokens // round_to) * round_to
     if limit is not None and limit < least:
         rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > tokens else ""
@@ -434,7 +428,6 @@ def check_batch(config: BaseConfig, report: Report) -> None:
 
 
 def _check_step_size(config: RLConfig, role: str, worker: TrainedRoleConfig, report: Report) -> None:
-    """Warns of optimizer steps of one sample, which is what the defaults of both sizes make."""
     samples = config.samples_per_batch
     if worker.samples_per_optimizer_step == 1 and samples > 1:
         report.warn(
@@ -473,7 +466,6 @@ def _fills(config: RLConfig, role: str, worker: TrainedRoleConfig, report: Repor
 
 
 def _warn_of_padding(config: AgenticConfig, step: int, report: Report) -> None:
-    """Warns if trajectories do not fill optimizer steps; the number of turns is not known before the run."""
     trajectories, group = config.rollout_batch_size, config.train_env_manager.group_size
     if config.sample_by == "step" or trajectories % group:
         return

@@ -99,7 +99,6 @@ def _is_model(path: Path) -> bool:
 
 
 def _check_folders(config: BaseConfig, report: Report) -> None:
-    """The folders of the run can be written and do not mix; an obstacle of several folders is reported once."""
     reported: set[str] = set()
     models = {
         local_model(name).resolve(): role
@@ -146,7 +145,6 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
 
 
 def _obstacle(folder: Path) -> str | None:
-    """Why the folder cannot be made or written to."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path) or path == path.parent)
     if not there.is_dir():
         return f"cannot be a folder, since {there} is a file"
@@ -159,7 +157,6 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _check_same_model(config: RLConfig, report: Report) -> None:
-    """The engines run the model that is trained, whose weights they get."""
     names = [role.model_args.model_name_or_path for role in (config.actor_train, config.actor_infer)]
     folders = [local_model(name).resolve() for name in names if name]
     if len(folders) < 2 or folders[0] == folders[1]:
@@ -213,7 +210,6 @@ def check_models(config: BaseConfig, report: Report) -> None:
 
 
 def _check_top_k(config: RLConfig, top_k: int, shape: ModelShape, report: Report) -> None:
-    """The teacher's most likely tokens of a batch fit into the driver's memory."""
     count, length = min(top_k, shape.vocabulary), config.sequence_length or 0
     size = config.samples_per_batch * length * count * TOP_K_BYTES
     if size > LARGE_TOP_K_BYTES:
@@ -243,7 +239,6 @@ def _check_own_model(role: str, path: str, name: str | None, report: Report) -> 
 
 
 def _check_scoring_length(role: str, worker: ScoringEngineConfig, name: str, report: Report) -> None:
-    """What a judge or a reward model on engines reads and writes is within the positions of its model."""
     positions, path = read_positions(local_model(name)), f"{role}.sequence_length"
     if positions is None and worker.sequence_length is None and os.path.isfile(local_model(name) / CONFIG_NAME):
         report.error(path, f"is not set, and {name} does not say how many positions it has; set it, such as to 8192")

@@ -131,7 +131,6 @@ def _check_difficulty(config: RLConfig, report: Report) -> None:
 
 
 def _check_teacher(config: RLConfig, report: Report) -> None:
-    """The reference is the teacher: another model than the policy, and of no KL term."""
     teacher, policy = (role.model_args.model_name_or_path for role in (config.reference, config.actor_train))
     asked = "use_opd: true" if config.use_opd else f"adv_estimator {config.adv_estimator}"
     if teacher == policy:
@@ -169,7 +168,6 @@ def _check_old_log_probs(config: RLConfig, report: Report) -> None:
 
 
 def _check_mismatch(config: RLConfig, report: Report) -> None:
-    """A bound on the mean or on 99 % of differences is below that on the largest, which ends the run first."""
     largest = config.max_logprob_mismatch
     for key in ("mean_logprob_mismatch", "p99_logprob_mismatch"):
         bound = getattr(config, key)
@@ -418,7 +416,6 @@ def check_sampling(config: RLConfig, report: Report) -> None:
 
 
 def _check_sampling_mask(config: RLConfig, report: Report) -> None:
-    """The engine returns as many tokens as are kept, and they fit into memory."""
     top_k, options = config.actor_infer.generating_args.top_k, config.actor_infer.strategy_args.strategy_config
     limit = options.get("sampling_mask_max_tokens")
     if isinstance(limit, int) and limit < top_k:

@@ -54,7 +54,6 @@ def _check_catch_all(config: RLVRConfig, report: Report) -> None:
 
 
 def _check_sums(config: RLVRConfig, report: Report) -> None:
-    """The scores of several rewards for one tag can be added: one filter at most, and a weight that is not 0."""
     rewards = config.rewards
     tags = dict.fromkeys(tag for reward in rewards.values() for tag in reward.tag_included)
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -113,7 +112,6 @@ def _check_spread(names: Collection[str], config: RLVRConfig, tagged: str, repor
 
 
 def _check_per_reward(config: RLVRConfig, report: Report) -> None:
-    """Some tag has several rewards that count, which the estimator normalises one by one."""
     rewards = config.rewards
     tags = {tag for reward in rewards.values() for tag in reward.tag_included}
     if not any(sum(rewards[name].weight != 0 for name in rewards_of(rewards, tag)) > 1 for tag in tags):
@@ -126,7 +124,6 @@ def _check_per_reward(config: RLVRConfig, report: Report) -> None:
 
 
 def _all(names: Collection[str]) -> str:
-    """Paths of rewards, in a sentence."""
     *others, last = (f"rewards.{name}" for name in names)
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -200,7 +197,6 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: R
 
 
 def _check_judge(path: str, reward: RewardConfig, has_engines: bool, report: Report) -> None:
-    """A judge has an endpoint or engines, a question that shows the response, and a grade that can be read."""
     if reward.base_url is None and not has_engines:
         report.missing_resource(
             f"{path}.base_url",
@@ -241,7 +237,6 @@ def _check_judge(path: str, reward: RewardConfig, has_engines: bool, report: Rep
 
 
 def _names_code(name: str) -> bool:
-    """Whether a name has the form `module:name`; one with the ending of a file has not."""
     module, colon, attribute = name.partition(":")
     parts = module.split(".")
     return bool(colon and attribute.isidentifier() and all(map(str.isidentifier, parts)) and parts[-1] != "py")

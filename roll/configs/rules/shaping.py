@@ -92,7 +92,6 @@ def _check_length_weights(config: RLVRConfig, report: Report) -> None:
 
 
 def _check_two_weights(config: RLConfig, path: str, first: str, second: str, report: Report) -> None:
-    """Equal weights of both ends would weigh all samples alike."""
     weight = getattr(config, first)
     if weight == getattr(config, second):
         report.error(

@@ -74,10 +74,6 @@ def shrink_batch(structure: Structure, data_parallel: int) -> Batch:
 
     Optimizer steps are kept up to `MAX_OPTIMIZER_STEPS`, and accumulation stays above 1 where it was; if both do not
     fit, fewer optimizer steps are made.
-
-    Args:
-        structure: of the recipe's batch.
-        data_parallel: size in the rehearsal.
     """
     wanted = min(structure.optimizer_steps, MAX_OPTIMIZER_STEPS)
     best: tuple[tuple[int, ...], Batch] | None = None
@@ -100,7 +96,6 @@ def shrink_batch(structure: Structure, data_parallel: int) -> Batch:
 
 
 def _sizes(structure: Structure) -> Iterator[tuple[int, int]]:
-    """Numbers of groups and their sizes, smallest first."""
     size = min(structure.group_size, MAX_GROUP_SIZE)
     if structure.tags > 2:
         size = min(size, 2)

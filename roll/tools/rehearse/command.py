@@ -56,14 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Rehearser:
-    """One rehearsal and its folder.
-
-    Attributes:
-        file: YAML file of the recipe.
-        overrides: `key=value` applied to the recipe.
-        out: folder of the rehearsal.
-        steps: batches to train on.
-    """
+    """One rehearsal and its folder."""
 
     file: str
     overrides: Sequence[str]

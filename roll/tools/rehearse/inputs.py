@@ -24,13 +24,7 @@ SFT_ROWS = 16
 
 
 def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str], None]) -> Inputs:
-    """Writes models and data below `folder`.
-
-    Args:
-        recipe: as loaded.
-        folder: of the rehearsal.
-        steps: of the run; RLVR gets as many prompts as they consume, so that every reward has some.
-        say: prints what is used.
+    """Writes models and data below `folder`; RLVR gets as many prompts as `steps` consume, so every reward has some.
 
     Raises:
         ConfigError, UnsupportedModel: the model cannot be rehearsed.

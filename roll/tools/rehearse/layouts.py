@@ -41,9 +41,6 @@ def shrink_layouts(roles: Mapping[str, RoleConfig]) -> Placement:
     Roles that share a device get equal devices, the others stay apart. A size above 1 becomes 2. Where 8 slots cannot
     hold all of them, the number of engines is reduced to 1 first, then data parallelism, then the others. Of placements
     that keep the same, the one with the fewest slots is taken.
-
-    Args:
-        roles: with devices.
     """
     ordered = _sharing(roles)
     best: tuple[tuple[int, int, int], Placement] | None = None
@@ -58,7 +55,6 @@ def shrink_layouts(roles: Mapping[str, RoleConfig]) -> Placement:
 
 
 def _sharing(roles: Mapping[str, RoleConfig]) -> list[list[str]]:
-    """Roles that share devices, directly or through others, in the order of their first devices."""
     groups: list[tuple[set[int], list[str]]] = []
     for name, role in roles.items():
         devices, names = {*role.device_mapping}, [name]
@@ -91,7 +87,6 @@ def _place(
 
 
 def _layouts(role: RoleConfig, size: int) -> Iterator[tuple[int, ParallelLayout]]:
-    """Numbered layouts of a role on `size` devices."""
     if isinstance(role, EngineRoleConfig):
         sizes = [tensor for tensor in (1, 2, 4, 8) if size % tensor == 0 and size // tensor <= MAX_ENGINES]
         yield from enumerate(ParallelLayout(tensor=tensor, data=size // tensor) for tensor in sizes)

@@ -113,9 +113,7 @@ def find_model(name: str) -> ModelSource:
 def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[PreTrainedTokenizerBase, str]:
     """The tokenizer of the recipe's model if it is on this machine, else a stand-in; and the reason for a stand-in.
 
-    Args:
-        source: of the model.
-        stop_strings: of the recipe, which are one token each in the stand-in.
+    Each of `stop_strings` is one token of the stand-in.
     """
     folder = local_model(source.name)
     if not folder.is_dir():

@@ -51,14 +51,7 @@ class Finding:
 
 
 def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Finding]:
-    """What the runs exercised.
-
-    Args:
-        recipe: as loaded.
-        small: the configuration of the rehearsal.
-        placement: of the rehearsal.
-        runs: the run and the resumed one; the second is missing if the first failed.
-    """
+    """What the run and the resumed one exercised; the second is missing if the first failed."""
     first = runs[0]
     made = [_placement(role, recipe, placement) for role in placement.layouts]
     made.append(_steps(small, first))
@@ -80,7 +73,6 @@ def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: 
 
 
 def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
-    """Layout of a role; parallel sizes that did not fit are named."""
     section, layout = getattr(recipe, role), placement.layouts[role]
     before = section.layout
     lost = [
@@ -144,7 +136,6 @@ def _schedule(small: RLConfig, run: RunRecord) -> Finding:
 
 
 def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
-    """Samples that each reward scored, by the tags of their prompts."""
     args = small.actor_train.data_args
     tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: {})}
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
@@ -169,7 +160,6 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
 
 
 def _environments(small: AgenticConfig, run: RunRecord) -> list[Finding]:
-    """Trajectories and turns of each tag."""
     trajectories: dict[str, dict[str, int]] = {}
     for sample in (sample for samples in run.samples.values() for sample in samples):
         episode = sample["episode"]
@@ -203,7 +193,6 @@ def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Finding:
 
 
 def _trackers(small: BaseConfig, run: RunRecord) -> Finding:
-    """Every tracker but the console has a folder of its name in the output folder."""
     missing = [name for name in small.track_with if name != "stdout" and name not in run.entries]
     detail = f"{', '.join(small.track_with)}, and metrics.jsonl"
     return Finding("trackers", not missing, f"{', '.join(missing)} wrote nothing" if missing else detail)

@@ -52,9 +52,7 @@ class RunRecord:
     """What one run left behind.
 
     Attributes:
-        exit_code: of the process.
         status: in run.json; `not started` without one.
-        seconds: it took.
         lines: of metrics.jsonl.
         checkpoints: steps with a complete checkpoint.
         samples: dumped samples by step.
@@ -78,15 +76,8 @@ class RunRecord:
 def run_twice(config: Path, folder: Path, modules: Path, steps: int, say: Say) -> list[RunRecord]:
     """Runs a rehearsal's configuration, then resumes it at the checkpoint before its last step.
 
-    Args:
-        config: YAML file of the rehearsal.
-        folder: `output_dir` of the run; emptied first.
-        modules: folder of the recipe, in which modules of the user's are found.
-        steps: of the run.
-        say: prints progress.
-
-    Returns:
-        The records; one if the first run failed.
+    `folder`, the `output_dir`, is emptied first; modules of the user are found in `modules`. There is one record if the
+    first run failed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.parent / CONSOLE_LOG

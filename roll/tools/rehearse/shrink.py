@@ -134,14 +134,7 @@ class Rehearsal:
 
 
 def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehearsal:
-    """The run in miniature of a loaded configuration. Reads no file and starts nothing.
-
-    Args:
-        config: from `load_config`; not modified.
-        inputs: stand-ins that exist already.
-        folder: output folder of the run.
-        steps: batches to train on.
-    """
+    """The run in miniature of a loaded configuration, which is not modified. Reads no file and starts nothing."""
     placement = shrink_layouts(rehearsed_roles(config))
     edit = _Edit(config)
     _shrink_run(edit, folder, steps)
@@ -227,7 +220,6 @@ class _Edit:
 
 
 def _shrink_run(edit: _Edit, folder: str, steps: int) -> None:
-    """Where the run writes, how long it is, and what it verifies."""
     config = edit.config
     edit.set(("pipeline",), config.pipeline, "")
     edit.set(("output_dir",), folder, FOLDER)
@@ -267,7 +259,6 @@ def _shrink_models(edit: _Edit, inputs: Inputs) -> None:
 
 
 def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
-    """Devices, parallel sizes, precision and options of one role."""
     section, layout = getattr(edit.config, role), placement.layouts[role]
     edit.set((role, "device_mapping"), placement.devices[role], SLOTS)
     edit.set((role, "model_args", "dtype"), "fp32", "what a CPU computes fast and exactly")
@@ -295,7 +286,6 @@ def _shrink_role(edit: _Edit, role: str, placement: Placement) -> None:
 
 
 def _shrink_rl(edit: _Edit, config: RLConfig, batch: Batch) -> None:
-    """What RLVR and agents share: weight updates, dumped samples and the queue."""
     folder = edit.tree["output_dir"]
     if config.adv_estimator == "pass_at_k":
         edit.set(("pass_k",), min(config.pass_k, batch.group_size - 1), SMALL)
@@ -318,7 +308,6 @@ def _shrink_rl(edit: _Edit, config: RLConfig, batch: Batch) -> None:
 
 
 def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) -> None:
-    """Prompts, responses and rewards."""
     edit.set(("rollout_batch_size",), batch.groups, SMALL)
     if not config.length_penalty_per_token and SCORED.holds(config, config):
         edit.set(("length_penalty_per_token",), LENGTH_PENALTY, DIFFERS)
@@ -357,7 +346,6 @@ def _shrink_rlvr(edit: _Edit, config: RLVRConfig, batch: Batch, inputs: Inputs) 
 
 
 def _shrink_agents(edit: _Edit, config: AgenticConfig, batch: Batch, inputs: Inputs) -> None:
-    """Trajectories, turns and environments."""
     tokens = _response_tokens(config.response_length or LONGEST)
     turns = max(inputs.actions.values())
     length = inputs.prompt_tokens + turns * (tokens + inputs.turn_tokens)
@@ -415,7 +403,6 @@ def _shrink_sft(edit: _Edit, config: SFTConfig | PreferenceConfig, inputs: Input
 
 
 def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) -> None:
-    """Micro-batches, their token limits and the warm-up."""
     section = ("actor_train", "training_args")
     edit.set((*section, "per_device_train_batch_size"), batch.micro_batch, SMALL)
     edit.set((*section, "gradient_accumulation_steps"), batch.accumulation, SMALL)
@@ -444,12 +431,10 @@ def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) 
 
 
 def _shrink_sampling(edit: _Edit, role: str, tokens: int) -> None:
-    """The longest response of a role, where the recipe sets one."""
     path = (role, "generating_args", "max_new_tokens")
     if edit.given(*path):
         edit.set(path, min(edit.value(path) or tokens, tokens), SHORT)
 
 
 def _response_tokens(recipe: int) -> int:
-    """Tokens of a response in a rehearsal; in proportion to the recipe's, within the bounds."""
     return min(recipe, max(SHORTEST, min(recipe // RESPONSE_SHARE, LONGEST)))
