@@ -19,7 +19,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import Report, RunError
 from roll.configs.hub.names import has_tokenizer, local_model
 from roll.configs.model_config import UnsupportedModel, read_model_shape
-from roll.configs.pipeline import BaseConfig, RLConfig, SFTConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.user_code import start_user_process
 
 if TYPE_CHECKING:
@@ -150,13 +150,11 @@ def try_rows(config: BaseConfig, role: str, items: Sequence[Any], whole: bool) -
 
 def _check_lengths(config: BaseConfig, encoded: Sequence[Any], whole: bool, report: Report) -> None:
     """At least half of the examples fit."""
-    if isinstance(config, RLConfig):
-        lengths = [(len(one.ids), 0) for one in encoded]
-    elif isinstance(config, SFTConfig):
-        lengths = [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in encoded]
-    else:
-        lengths = [(len(one.chosen.prompt_ids), one.tokens) for one in encoded]
-    limits, count = (config.prompt_length, config.sequence_length or UNLIMITED), len(lengths)
+    from roll.pipeline.tokenizer import token_lengths
+
+    lengths = token_lengths(config, encoded)
+    whole_limit = UNLIMITED if isinstance(config, RLConfig) else config.sequence_length or UNLIMITED
+    limits, count = (config.prompt_length, whole_limit), len(lengths)
     dropped = sum(prompt > limits[0] or both > limits[1] for prompt, both in lengths)
     if 2 * dropped <= count:
         return

@@ -115,6 +115,15 @@ def encode_data(
     return encode_prompts(data, tokenizer, args.template, config.prompt_length, variables)
 
 
+def token_lengths(config: BaseConfig, encoded: Sequence[Any]) -> list[tuple[int, int]]:
+    """Tokens of the prompt of each example, and of both prompt and (longer) response where responses are learned."""
+    if isinstance(config, SFTConfig):
+        return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in encoded]
+    if isinstance(config, PreferenceConfig):
+        return [(len(one.chosen.prompt_ids), one.tokens + isinstance(config, RewardModelConfig)) for one in encoded]
+    return [(len(one.ids), len(one.ids)) for one in encoded]
+
+
 def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
     """Converts the messages of training and validation.
 

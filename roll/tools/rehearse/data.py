@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
 from roll.configs.errors import ConfigError, unreachable
 from roll.configs.hub.names import local_file
-from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLVRConfig
 from roll.configs.rewards import built_in_of, rewards_of
 from roll.configs.roles import DataArguments
-from roll.datasets.preferences import encode_preferences, read_preference
-from roll.datasets.prompts import question, tag_of
+from roll.datasets.preferences import read_preference
+from roll.datasets.prompts import Prompt, question, tag_of
 from roll.datasets.records import Record, read_records
-from roll.datasets.sft import encode_sft_data, read_prompt_response
-from roll.datasets.templates import PromptEncoder
+from roll.datasets.sft import read_prompt_response
 from roll.envs import make_env
+from roll.pipeline.tokenizer import encode_data, token_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -194,19 +194,16 @@ class _Lengths:
 
     def all(self, records: Sequence[Record]) -> list[tuple[int, int]]:
         """Both lengths of every row, in order."""
-        args = self._args
+        unlimited = replace(self._config, prompt_length=1 << 30, sequence_length=1 << 30)
+        rows = [self._read(record) for record in records]
+        return token_lengths(self._config, encode_data(unlimited, self._args, rows, self._tokenizer)[0])
+
+    def _read(self, record: Record) -> Any:
         if self._config.pipeline == "sft":
-            pairs = [read_prompt_response(record, args) for record in records]
-            unlimited = (1 << 30, 1 << 30)
-            examples, _ = encode_sft_data(pairs, self._tokenizer, args.template, *unlimited, args.mask_history)
-            return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in examples]
+            return read_prompt_response(record, self._args)
         if isinstance(self._config, PreferenceConfig):
-            both = [read_preference(record, args) for record in records]
-            encoded, _ = encode_preferences(both, self._tokenizer, args.template, 1 << 30, 1 << 30)
-            appended = 1 if isinstance(self._config, RewardModelConfig) else 0
-            return [(len(one.chosen.prompt_ids), one.tokens + appended) for one in encoded]
-        encoder = PromptEncoder(self._tokenizer, args.template)
-        return [(len(ids), len(ids)) for ids in encoder.encode([question(record, args) for record in records])]
+            return read_preference(record, self._args)
+        return Prompt("", "", question(record, self._args), None)
 
 
 def _write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
