@@ -307,13 +307,11 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(record: Record, data_args: DataArguments) -> tuple[dict[str, Any], ...]:
-    """Schemas of tools in the row, as a list or as JSON in a text."""
     value = _without_nulls(record, record.row.get(data_args.tools) or [])
     return tuple(_objects(record, data_args.tools, value))
 
 
 def _objects(record: Record, column: str, value: Any) -> list[dict[str, Any]]:
-    """Tools or calls of tools: a list, or one in JSON, of objects or of JSON texts of objects."""
     value = _from_json(value)
     items = [_from_json(item) for item in value] if isinstance(value, list) else [value]
     for item in items:
@@ -325,7 +323,6 @@ def _objects(record: Record, column: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _from_json(value: Any) -> Any:
-    """The value of a JSON text; anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -274,7 +274,6 @@ def _template_failure(error: Exception) -> str:
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that the tokenizer puts before a text."""
     text, whole = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
     starts = (start for start in range(len(whole)) if whole[start : start + len(text)] == text)
     return whole[: next(starts, 0)]

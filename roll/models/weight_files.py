@@ -69,12 +69,7 @@ def check_weights(folder: Path, value_head: bool = False) -> list[str]:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """The header of every tensor in the files of a folder's weights.
-
-    Raises:
-        NoWeights: there are none.
-        UnsupportedModel: a file is missing or cannot be read, or does not have a tensor that the index names.
-    """
+    """The header of every tensor in a folder; raises as `tensor_files` and `open_weights`."""
     file_of = tensor_files(folder)
     headers: dict[str, Header] = {}
     for file in dict.fromkeys(file_of.values()):
@@ -174,7 +169,6 @@ def _check_tensor(name: str, header: Header, config: DecoderConfig) -> None:
 
 
 def _check_special_ids(folder: Path, raw: Mapping[str, Any], vocabulary: int) -> None:
-    """The ids of special tokens in config.json and generation_config.json are in the vocabulary."""
     generation = folder / "generation_config.json"
     try:
         generating = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}

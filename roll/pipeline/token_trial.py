@@ -47,11 +47,9 @@ def first_items(items: Sequence[Any]) -> list[Any]:
 
 
 def try_tokens(config: BaseConfig, samples: Mapping[str, tuple[Sequence[Any], bool]]) -> Report:
-    """What is wrong with tokenizers, stop strings, the chat template and the lengths of prompts.
+    """What is wrong with tokenizers, stop strings, the chat template and lengths.
 
-    Args:
-        config: of the run.
-        samples: the first items of each role with data, and whether these are all.
+    `samples` has the first items of each role with data, and whether these are all.
     """
     report = Report()
     pool = ProcessPool(1, context=multiprocessing.get_context("spawn"), initializer=start_user_process)
@@ -70,7 +68,6 @@ def try_tokens(config: BaseConfig, samples: Mapping[str, tuple[Sequence[Any], bo
 def _run(
     pool: ProcessPool, report: Report, limit_s: float, doing: str, task: Callable[..., Report], *args: Any
 ) -> None:
-    """Adds what a task in the process of the pool reports."""
     try:
         found: Report = pool.schedule(task, args=args, timeout=limit_s).result()
         report.errors += found.errors
@@ -149,7 +146,6 @@ def try_rows(config: BaseConfig, role: str, items: Sequence[Any], whole: bool) -
 
 
 def _check_lengths(config: BaseConfig, encoded: Sequence[Any], whole: bool, report: Report) -> None:
-    """At least half of the examples fit."""
     from roll.pipeline.tokenizer import token_lengths
 
     lengths = token_lengths(config, encoded)
@@ -173,7 +169,6 @@ def _check_lengths(config: BaseConfig, encoded: Sequence[Any], whole: bool, repo
 
 @cache
 def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, read once in this process."""
     from roll.pipeline.tokenizer import load_tokenizer
 
     return load_tokenizer(name)
