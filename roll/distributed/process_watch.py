@@ -113,9 +113,8 @@ class ProcessWatch:
             self._events.record(
                 dead_of_ray[0], "died", f"{dead[dead_of_ray[0]]}; all processes of the run end with Ray"
             )
-            for process in of_ray.values():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()  # all workers end with the raylet, so no call waits for an answer
+            with contextlib.suppress(psutil.NoSuchProcess):
+                of_ray["raylet"].kill()  # all workers end with it, so no call waits for an answer
             self._run.cancel()
             self._run = None
         for name in dead:
@@ -131,7 +130,7 @@ class ProcessWatch:
         dead one, and so may those of engines and the rollouter: they may have died at the same time.
 
         Raises:
-            ClusterError: of kind PROCESS_DIED.
+            ClusterError: of kind PROCESS_DIED, or of one after which no run starts again: gcs_server died.
         """
         self._run = run = asyncio.current_task()
         try:
@@ -163,4 +162,5 @@ def ray_death() -> ClusterError | None:
 
 
 def _death_of(name: str) -> ClusterError:
-    return ClusterError(name, WATCH, 0, PROCESS_DIED, f"{name}, a process of Ray, died")
+    kind = PROCESS_DIED if name == "raylet" else "RayDied"  # Ray ends a driver a minute after its gcs_server died
+    return ClusterError(name, WATCH, 0, kind, f"{name}, a process of Ray, died")

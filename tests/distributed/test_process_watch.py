@@ -163,7 +163,7 @@ def test_the_death_of_a_process_of_ray_ends_what_the_run_waits_for(
             with watch.deaths_as_causes():
                 ray[name].send_signal(number)
                 await asyncio.sleep(10)
-        assert caught.value.process_failed
+        assert caught.value.process_failed == (name == "raylet"), "the run starts again"
         await asyncio.sleep(0)  # nothing is left of the cancellation
         await watch.close()
 
