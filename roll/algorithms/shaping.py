@@ -107,7 +107,6 @@ def length_reward(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, episodes: Episodes) -> float:
-    """Mean of values [B] over the episodes; 0 without one."""
     kept = episodes.per_episode(values)
     return float(kept.mean()) if len(kept) else 0.0
 
@@ -335,7 +334,6 @@ def _with_mean_1(weights: Tensor, learned: Tensor | None, episodes: Episodes) ->
 
 
 def _bounds(weights: Tensor) -> tuple[float, float]:
-    """The least and the largest of the weights [E]; twice 0 without one."""
     low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
     return low, high
 

@@ -82,14 +82,8 @@ def encode_preferences(
 ) -> tuple[list[PreferencePair], int]:
     """Encodes both responses of each pair with the tokenizer's end token, and drops pairs that are too long.
 
-    Args:
-        pairs: of texts.
-        tokenizer: a tokenizer with an end token.
-        template: chat template of the prompt; see `roll.datasets.templates`.
-        prompt_length: maximum tokens of a prompt.
-        sequence_length: maximum tokens of prompt and response together, end token included.
-        appended: tokens that follow each response in a batch, which count too.
-        variables: of the template; see PromptEncoder.
+    `sequence_length` bounds prompt and response together with the end token, and `appended` tokens that follow each
+    response in a batch.
 
     Returns:
         The pairs that fit, in order, and the number that were dropped.

@@ -339,13 +339,9 @@ def _without_nulls(record: Record, value: Any) -> Any:
 
 
 def mixed_domain(drawn: Sequence[int], shares: Sequence[float]) -> int:
-    """Index of the domain to draw from next: the one that is furthest behind its share of the draws.
+    """Index of the domain to draw from next: the one furthest behind its share of the draws, which were `drawn` so far.
 
     Any number of draws in a row has each domain's share of them, up to one draw.
-
-    Args:
-        drawn: draws from each domain so far.
-        shares: of each domain; their sum is 1.
     """
     count = sum(drawn) + 1
     return max(range(len(shares)), key=lambda index: (shares[index] * count - drawn[index], -index))

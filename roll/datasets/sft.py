@@ -65,15 +65,8 @@ def encode_sft_data(
 ) -> tuple[list[SFTExample], int]:
     """Encodes prompts and responses, and drops samples that are too long.
 
-    Args:
-        data: prompts and responses.
-        tokenizer: a tokenizer with an end token.
-        template: chat template of the prompt; see `roll.datasets.templates`.
-        prompt_length: maximum tokens of a prompt.
-        sequence_length: maximum tokens of prompt and response together, end token included.
-        mask_history: learn only the last assistant message of a conversation; else learn each of them, and the prompt
-            is what precedes the first.
-        variables: of the template; see PromptEncoder.
+    `sequence_length` bounds prompt and response together with the end token. With `mask_history` only the last
+    assistant message of a conversation is learned; else each of them, and the prompt is what precedes the first.
 
     Returns:
         The examples that fit, in order, and the number that were dropped.

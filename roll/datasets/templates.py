@@ -90,13 +90,7 @@ class EncodedPrompt:
 
 
 def template_problem(template: str, has_chat_template: bool, vocabulary: Collection[str]) -> str | None:
-    """Why a tokenizer cannot apply a template; None if it can.
-
-    Args:
-        template: value of `data_args.template`.
-        has_chat_template: the tokenizer has a template of its own.
-        vocabulary: its tokens, special ones included.
-    """
+    """Why a tokenizer cannot apply a template; None if it can."""
     if template not in TEMPLATES:
         near = difflib.get_close_matches(template, TEMPLATES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -198,9 +198,7 @@ class Cluster(Generic[WorkerT]):
     async def restart(self, rank: int, responsive: bool) -> None:
         """Starts the process of a rank again and makes its worker, which is not initialized; child processes end.
 
-        Args:
-            rank: of a restartable worker class.
-            responsive: whether the process runs and answers, so that its worker can be closed first.
+        A worker that is `responsive`, since its process runs and answers, is closed first.
 
         Raises:
             ClusterError: the process did not start within `start_timeout_s`.
@@ -240,7 +238,6 @@ class Cluster(Generic[WorkerT]):
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CANCEL_TIMEOUT_S)
 
     def _kill_on_its_node(self, rank: int, process_id: int) -> None:
-        """Kills the process of a rank on another node; it may be dead already, or stopped by a signal."""
         node = self._resources.nodes[self._slots[rank][0].node].node_id
         task: Any = ray.remote(kill)
         task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
@@ -248,7 +245,6 @@ class Cluster(Generic[WorkerT]):
         )
 
     def _require_nodes(self, rank: int) -> None:
-        """Raises NodeLostError if Ray has lost a node of this rank."""
         lost = self._resources.lost_nodes()
         for slot in self._slots[rank]:
             if slot.node in lost:
@@ -330,11 +326,6 @@ class Cluster(Generic[WorkerT]):
         return [self._worker_rank(rank, 0, port) for rank in range(self.world_size)]
 
     def _process(self, rank: int, process_id: int) -> psutil.Process:
-        """The process of a rank on this node.
-
-        Raises:
-            ClusterError: it has died.
-        """
         follow(f"{self.role}-{rank}", process_id)
         try:
             return psutil.Process(process_id)

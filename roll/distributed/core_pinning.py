@@ -121,7 +121,6 @@ def _gpu_numa_node(gpu: str, root: Path) -> int | None:
 
 
 def _cores_in(path: Path) -> list[int]:
-    """Cores of a list such as `0-3,8-11`."""
     return parse_device_mapping(_text(path) or None)
 
 

@@ -101,16 +101,9 @@ class EngineMonitor:
     ) -> None:
         """Watches nothing before `start`.
 
-        Args:
-            infer: the engines.
-            config: of the run.
-            events: log of failures and restarts.
-            needs_weights: whether a restarted engine serves only after a weight update.
-            restarts: whether engines are restarted at all.
-            waiting_since: when engines that an earlier trainer left began to wait for weights; None: they are new.
-            earlier: of the same engines before the run started again; its counts, limits and first cause continue.
-            clock: seconds.
-            sleep: waits; replaced in tests.
+        Engines that an earlier trainer left have waited for weights since `waiting_since`, and the counts, limits and
+        first cause of their `earlier` monitor continue. With `needs_weights` a restarted engine serves only after a
+        weight update.
         """
         self._infer, self._config, self.events, self._needs_weights = infer, config, events, needs_weights
         self._clock, self._sleep = clock, sleep
@@ -281,15 +274,9 @@ class EngineMonitor:
             await self._sleep(interval_s)
 
     async def _check(self, engine: int, timeout_s: float | None, watch_s: float = 0.0) -> bool:
-        """Restarts an engine that died, that is stopped, or that does not answer in time.
+        """Restarts an engine that died, that is stopped, or that does not answer in time; returns whether it passed.
 
-        Args:
-            engine: to check.
-            timeout_s: for its answer; None waits for none.
-            watch_s: for so long after the answer its death is noticed at once.
-
-        Returns:
-            Whether it passed the check.
+        For `watch_s` seconds after its answer a death is noticed at once. Without `timeout_s` no answer is awaited.
         """
         updates = self._updates
         try:

@@ -68,12 +68,7 @@ class FurtherNodes:
     """The further nodes of one engine."""
 
     def __init__(self, rank: WorkerRank, died: Callable[[str], None]) -> None:
-        """Finds the further nodes of this rank's engine, none if it is on one node.
-
-        Args:
-            rank: of the engine.
-            died: called with the reason when a node's part of the engine dies.
-        """
+        """Finds the further nodes of this rank's engine, if any; `died` gets the reason why a part of it died."""
         self._rank, self._died = rank, died
         self._nodes = dict(rank.further_nodes)
         self._watches: list[asyncio.Task[None]] = []

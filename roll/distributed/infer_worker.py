@@ -148,8 +148,7 @@ class InferWorker(WeightReceiver):
     async def start_again(self, needs_weights: bool) -> None:
         """Starts an engine in place of the one that died, in this process or in a new one; requests are refused.
 
-        Args:
-            needs_weights: whether requests are refused until a weight update has updated the engine.
+        With `needs_weights` they are refused until a weight update has updated the engine.
 
         Raises:
             EngineError: as in `initialize`, or a process of the earlier engine did not end.
@@ -167,8 +166,7 @@ class InferWorker(WeightReceiver):
     async def leave_trainer(self, needs_weights: bool) -> None:
         """After the training ranks have ended: leaves their groups and empties the cache; requests were cancelled.
 
-        Args:
-            needs_weights: whether requests are refused until new training ranks have sent their weights.
+        With `needs_weights` requests are refused until new training ranks have sent their weights.
 
         Raises:
             EngineError: a request does not end, or a group cannot be left.

@@ -73,7 +73,6 @@ async def _reply(call: Any) -> str:
 
 
 def _fetch(uris: Sequence[str]) -> str:
-    """Fetches the models in a process of the node; returns the error message, empty on success."""
     try:
         for uri in uris:
             name = hub_name(uri, "model")

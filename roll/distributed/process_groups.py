@@ -84,12 +84,7 @@ def join_all_ranks(
 ) -> None:
     """Joins the default group of all ranks at MASTER_ADDR:MASTER_PORT; rank 0 serves its store.
 
-    Args:
-        platform: names the collective backend.
-        rank: this rank.
-        world_size: ranks of the group.
-        start_timeout_s: longest wait for all ranks to start.
-        collective_timeout_s: longest time of any later collective.
+    `start_timeout_s` bounds the wait for all ranks, `collective_timeout_s` each later collective.
 
     Raises:
         RuntimeError: the environment lacks the address, or ranks did not start in time.

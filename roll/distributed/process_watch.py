@@ -48,12 +48,7 @@ class ProcessWatch:
     ) -> None:
         """Watches nothing before `start`.
 
-        Args:
-            clusters: whose ranks have started; the death of one is the error of `wait_for_death`.
-            events: log of killed processes.
-            others: processes by name at the moment, whose death their callers notice.
-            clock: seconds.
-            stop_times: decides when a stopped process is killed.
+        The death of a rank of `clusters` is the error of `wait_for_death`; callers notice that of `others`, by name.
         """
         self._clusters, self._events, self._others = clusters, events, others
         self._clock, self._stop_times = clock, stop_times or StopTimes()
@@ -64,7 +59,6 @@ class ProcessWatch:
         self._repeats = Repeats(logger)
 
     def start(self) -> None:
-        """Begins to look."""
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:

@@ -65,17 +65,14 @@ class DataProto:
         return cls(TensorDict(dict(tensors), batch_size=[samples]), objects, dict(meta_info or {}))
 
     def __len__(self) -> int:
-        """Samples."""
         return int(self.batch.batch_size[0])
 
     def __repr__(self) -> str:
-        """Keys and shapes, never contents."""
         shapes = {key: tuple(value.shape) for key, value in self.tensors().items()}
         objects = sorted(self.non_tensor_batch)
         return f"DataProto({len(self)} samples, {shapes}, objects {objects}, meta {self.meta_info})"
 
     def __contains__(self, key: str) -> bool:
-        """Whether a tensor or an object array has this name."""
         return key in self.batch.keys() or key in self.non_tensor_batch
 
     def __reduce__(self) -> tuple[Any, ...]:

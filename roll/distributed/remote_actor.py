@@ -49,13 +49,8 @@ class RemoteActor(Generic[ObjectT]):
     ) -> None:
         """Starts the process, in which the object is then made, without waiting; `ready` waits for both.
 
-        Args:
-            name: for messages and the log file.
-            config: of the run.
-            deadlines: seconds by the coroutine's name, where it is not `rpc_timeout_s`.
-            make: gives the object, which has a coroutine `close`.
-            args: of `make`.
-            kwargs: of `make`.
+        `make(*args, **kwargs)` gives the object, which has a coroutine `close`. `deadlines` has the seconds of
+        coroutines for which it is not `rpc_timeout_s`, by name.
         """
         self.name, self._config, self._deadlines, self._ended = name, config, deadlines, False
         self._log = log_file(config, name)

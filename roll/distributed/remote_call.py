@@ -109,11 +109,7 @@ class RemoteCall(Generic[T]):
     ) -> None:
         """Starts the clock; an enclosing `deadline_scope` may shorten the timeout.
 
-        Args:
-            context: what was called where.
-            refs: the answer of each rank of the context.
-            collect: makes the result of the answers in that order.
-            timeout_s: until all answers must have arrived.
+        `collect` makes the result of the answers of `refs`, one for each rank of the context, in that order.
         """
         self._context, self._refs, self._collect = context, dict(zip(context.locations, refs, strict=True)), collect
         self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()

@@ -70,7 +70,6 @@ def device_slots(
 
 
 def _slot(devices: tuple[int, ...], devices_per_node: int) -> DeviceSlot:
-    """The slot of devices of one node."""
     local = tuple(device % devices_per_node for device in devices)
     return DeviceSlot(devices[0] // devices_per_node, devices, local)
 
@@ -89,14 +88,7 @@ def nodes_needed(roles: Mapping[str, Sequence[int]], devices_per_node: int) -> i
 def resource_table(
     roles: Mapping[str, Sequence[int]], devices_per_node: int, nodes: Sequence[tuple[str, float]], device_word: str
 ) -> str:
-    """Table of the devices each node needs and has, and of the devices of each role.
-
-    Args:
-        roles: device ranks of each role.
-        devices_per_node: `num_devices_per_node` of the run.
-        nodes: address and number of devices of each existing node.
-        device_word: what the platform calls devices, in the plural.
-    """
+    """Table of the devices that each node needs and has (`nodes`, by address), and of the devices of each role."""
     needed = max(nodes_needed(roles, devices_per_node), len(nodes))
     lines = [f"{'node':<6}{'devices':<12}{'needs':<8}{'has':<8}address"]
     for node in range(needed):
@@ -118,12 +110,7 @@ class ResourceManager:
     """
 
     def __init__(self, platform_name: str, num_devices_per_node: int, roles: Mapping[str, Sequence[int]]) -> None:
-        """Reserves the devices; Ray must have been started.
-
-        Args:
-            platform_name: cpu (a device is a CPU slot) or cuda.
-            num_devices_per_node: devices of one node.
-            roles: global device ranks of each role; lists may share devices.
+        """Reserves the global device ranks of `roles`, which may share devices; Ray must have been started.
 
         Raises:
             ResourceError: the devices do not exist, or another run holds them.

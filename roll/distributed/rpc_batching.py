@@ -235,7 +235,6 @@ class RpcClient:
             self._fail(error)
 
     async def _collect_answers(self) -> None:
-        """Collects answers while any call is outstanding."""
         try:
             while self._waiting:
                 for answer in await self._collect(self._id):
@@ -253,7 +252,6 @@ class RpcClient:
             future.set_exception(CallError(answer.error))
 
     def _fail(self, error: Exception) -> None:
-        """Fails every outstanding call with the error of the transport."""
         waiting, self._waiting = self._waiting, {}
         self._unsent, self._cancelled = [], []
         for future in waiting.values():

@@ -61,12 +61,7 @@ class SharedDevices:
     ) -> None:
         """Starts with trainers that hold everything, and engines that do not run yet.
 
-        Args:
-            train: actor_train.
-            frozen: other roles on the same devices, which are not trained.
-            infer: the engines.
-            in_flight_policy: what becomes of requests that still run when the trainer gets the devices.
-            critic: if it is on the same devices.
+        Roles in `frozen` are not trained; `critic` is given if it is on the same devices.
         """
         # A request that is paused in place keeps its part of the cache, which is to be freed.
         self._mode: InFlightPolicy = "abort_resume" if in_flight_policy == "in_place" else in_flight_policy
@@ -104,7 +99,6 @@ class SharedDevices:
         await self._load(target)
 
     async def _offload(self, target: Held) -> None:
-        """Offloads the states that are not in `target`."""
         certain, held = self._certain, self._possible
         self._certain = certain & target
         calls: list[Awaitable[object]] = []

@@ -206,11 +206,7 @@ def metrics_problem(rules: Any) -> str | None:
 
 
 def episode_metrics(rules: Mapping[str, Aggregation], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of an episode, in the order of `rules`.
-
-    Args:
-        rules: `METRICS` of the environment.
-        steps: info["metrics"] of every step of one episode, in order.
+    """Metrics of an episode, in the order of `rules`, from the info["metrics"] of each of its steps.
 
     Raises:
         ValueError: there is no step; see `metrics_without_action`.
@@ -247,10 +243,7 @@ Options = TypeVar("Options", bound=Checkable)
 def read_config(config_class: type[Options], env_config: Mapping[str, Any], path: str = "") -> Options:
     """Options of an environment: the values of `env_config`, and defaults for the rest.
 
-    Args:
-        config_class: the dataclass of the options; all fields have defaults.
-        env_config: option names and values; not modified.
-        path: path of the section in the file, for errors, such as `custom_envs.Lake.env_config`.
+    Errors name `path`, that of the section in the file. Every field of `config_class` has a default.
 
     Raises:
         ConfigError: lists every unknown option, wrong type and value out of bounds with its path; if there are none,

@@ -234,5 +234,4 @@ class Calculator(TextEnv):
         return Turn(f"Result: {result}", 0.0, False, self._metrics(tool_calls=1.0))
 
     def _metrics(self, **changes: float) -> dict[str, float]:
-        """Metrics of a valid action without success, with changes."""
         return {name: 0.0 for name in self.METRICS} | {"action_is_valid": 1.0} | changes

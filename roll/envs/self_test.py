@@ -57,10 +57,7 @@ def try_environments(
 ) -> list[str]:
     """What is wrong with the environments, one text for each that fails, with the user's file and line first.
 
-    Args:
-        trials: the environments, tried one after the other.
-        step_timeout_s: deadline of a reset or step, in seconds.
-        played: gets the episodes of those that work, by path.
+    `step_timeout_s` bounds each reset or step; `played` gets the episodes of those that work, by path.
     """
     problems: dict[str, str] = {}
     pool = ProcessPool(1, context=multiprocessing.get_context("spawn"), initializer=start_user_process)

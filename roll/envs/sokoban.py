@@ -204,14 +204,7 @@ def draw_room(generator: np.random.Generator, rows: int, columns: int, boxes: in
     """Generates a room without a box on a target that can be solved in at most `depth` moves.
 
     All boxes are placed on targets, then the game is played backwards by pulling boxes. The reverse of these moves is a
-    solution; a shorter one may exist.
-
-    Args:
-        generator: random generator.
-        rows: rows of the room, walls included.
-        columns: columns of the room, walls included.
-        boxes: number of boxes and of targets.
-        depth: largest number of moves played backwards, including moves that pull no box.
+    solution; a shorter one may exist. Walls count in `rows` and `columns`, and moves that pull no box in `depth`.
 
     Raises:
         RuntimeError: no room was found in ATTEMPTS tries, because the options leave too little space or too few moves.

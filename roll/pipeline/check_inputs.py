@@ -89,9 +89,7 @@ def check_inputs(config: BaseConfig) -> Report:
 def check_environments(config: AgenticConfig, played: dict[str, Played] | None = None) -> list[str]:
     """What is wrong with the user's own environments; the rules of the configuration make the others.
 
-    Args:
-        config: of the run.
-        played: gets an episode of each environment by the path of its entry, of built-in ones too.
+    `played` gets an episode of each environment by the path of its entry, of built-in ones too.
     """
     trials = [EnvTrial(f"custom_envs.{tag}", env.env_type, env.env_config) for tag, env in config.custom_envs.items()]
     if played is not None:
@@ -144,7 +142,6 @@ def _token_counter(config: BaseConfig) -> Callable[[str], int] | None:
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:
-    """The trained model and the models that score responses have tokenizers with the chat templates."""
     name = config.actor_train.model_args.model_name_or_path
     folder = local_model(name or "")
     path = "pretrain" if name == config.pretrain else "actor_train.model_args.model_name_or_path"
@@ -312,7 +309,6 @@ def _with_record(record: Record, read: Callable[..., Any], args: DataArguments) 
 async def _check_rewards(
     rewards: dict[str, RewardConfig], prompts: list[Prompt], files: list[str], report: Report
 ) -> None:
-    """Every reward is imported, passes its own SELF_TEST, and scores the first prompt of each of its tags."""
     first: dict[tuple[str, bool], Prompt] = {}
     for prompt in prompts:
         first.setdefault((prompt.tag, prompt.ground_truth is None), prompt)

@@ -81,17 +81,10 @@ class CheckpointManager:
         add: Callable[[Path], None] = lambda folder: None,
         written: Callable[[], Awaitable[None]] | None = None,
     ) -> Path:
-        """Adds the last of a checkpoint, makes it visible, and deletes the oldest beyond `max_to_keep`.
+        """Completes a checkpoint, makes it visible and deletes the oldest beyond `max_to_keep`; returns its folder.
 
-        Files are read for their checksums and flushed to the disk on a thread, while the event loop runs.
-
-        Args:
-            step: of the checkpoint.
-            add: writes further files to its folder.
-            written: waits for files that are still being written.
-
-        Returns:
-            The finished folder.
+        Files are read for their checksums and flushed to the disk on a thread, while the event loop runs. Files that
+        are still being written are awaited with `written`.
 
         Raises:
             DiskFullError: it does not fit on the disk; nothing of it is left there.
@@ -115,12 +108,9 @@ class CheckpointManager:
         return self._folder / f"step-{step:06d}"
 
     def set_aside_others(self, resumed: Path | None) -> list[Path]:
-        """Renames the checkpoints that the run starting now does not continue from, so that it never resumes from them.
+        """Renames the checkpoints other than `resumed`, from which the run starting now continues (None at step 0).
 
         What an earlier run had not finished writing is deleted.
-
-        Args:
-            resumed: the checkpoint it continues from; None at step 0.
 
         Returns:
             Their new paths, `step-NNNNNN.old`; they are never chosen or deleted, but a path may name them.

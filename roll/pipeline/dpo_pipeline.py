@@ -71,7 +71,6 @@ class DPOLearner(PairLearner):
         return await super().validate(data)
 
     async def _add_reference(self, data: DataProto) -> None:
-        """Adds `ref_log_probs` [B, T]."""
         data.meta_info["temperature"] = 1.0
         answer = await cluster_log_probs(self._reference, data, self._reference_config)
         data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]

@@ -84,5 +84,4 @@ def load_class(name: str, base: str) -> type:
 
 
 def _fits(found: type, base: type) -> bool:
-    """Whether the class can be constructed and used as a `base`."""
     return issubclass(found, base) and not getattr(found, "_is_protocol", False)

@@ -89,14 +89,6 @@ class RLLearner(ActorLearner):
         reference: Cluster[TrainWorker] | None,
         critic: Cluster[TrainWorker] | None = None,
     ) -> None:
-        """Connects the clusters.
-
-        Args:
-            config: of the run.
-            actor: actor_train.
-            reference: None when no KL term is on.
-            critic: None where the advantages need no values.
-        """
         super().__init__(actor, critic)
         self._config = config
         self._reference = reference
@@ -327,10 +319,8 @@ class RLLearner(ActorLearner):
     async def _train(self, data: DataProto, given: range, clock: StepClock) -> dict[str, float]:
         """All optimizer steps of the batch; returns `actor/...`, and `correction/...` if that was not known before.
 
-        Args:
-            data: the batch, which gets the old log-probs that training gives, and the correction against them.
-            given: samples of the first optimizer step, if it gives their old log-probs.
-            clock: of the step.
+        `data` gets the old log-probs of the samples `given` by the first optimizer step, and the correction against
+        them.
         """
         with clock.measure("train"):
             plans = training_plans(data, self._config.actor_train, self._actor.platform) * self._config.ppo_epochs
@@ -357,7 +347,6 @@ class RLLearner(ActorLearner):
         return answers[0][0]
 
     async def _optimizer_steps(self, data: DataProto, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:
-        """The metrics of each."""
         counted = data.batch["correction_kept"] if self._config.correction.renormalize else None
         data = self._training_data(data, self._loss_config)
         steps = []
@@ -391,12 +380,7 @@ class RLLearner(ActorLearner):
     # 5. Checks
 
     def _check_correction(self, metrics: Mapping[str, float], staleness: float) -> dict[str, float]:
-        """`correction/no_op`: 1 if samples are stale and nothing was corrected, which is an error unless intended.
-
-        Args:
-            metrics: of the whole step.
-            staleness: versions the oldest sample is behind.
-        """
+        """`correction/no_op`: 1 if samples are stale and nothing was corrected, which is an error unless intended."""
         weights = None
         if self._loss_config.correction.weighted:
             weights = max(abs(metrics[WEIGHT_MAX] - 1), abs(metrics[WEIGHT_MEAN] - 1))
@@ -447,7 +431,6 @@ class RLLearner(ActorLearner):
 
 
 async def _nothing() -> dict[str, float]:
-    """No work, and no metrics."""
     return {}
 
 
@@ -487,9 +470,6 @@ def reduce_steps(name: str, values: list[float]) -> float:
 def corrects_nothing(ratio_deviation: float, weight_deviation: float | None, staleness: float) -> bool:
     """Whether stale samples are learned from as if they were on-policy: every ratio and every weight in use is 1.
 
-    Args:
-        ratio_deviation: largest |r - 1| of the policy loss over the batch.
-        weight_deviation: the same of the correction's weights, from their mean and maximum; None without weights.
-        staleness: versions the oldest sample is behind.
+    Deviations are the largest |r - 1| over the batch, of the policy loss and of the correction's weights, if any.
     """
     return staleness > 0 and max(ratio_deviation, weight_deviation or 0.0) <= NO_OP_TOLERANCE

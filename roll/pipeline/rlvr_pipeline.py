@@ -192,10 +192,6 @@ class RLVRWorker(RolloutWorker):
 def make_sampler(config: RLVRConfig, prompts: Sequence[EncodedPrompt]) -> PromptSampler | MixedSampler:
     """The order in which prompts are drawn: that of the files, or in shares of their domains.
 
-    Args:
-        config: of the run.
-        prompts: those of training; a reward scores the tag of each.
-
     Raises:
         RunError: a domain that prompts are to be drawn from has none.
     """

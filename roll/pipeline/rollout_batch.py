@@ -226,13 +226,8 @@ def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = No
     A line has `id`, `prompt_id`, `ground_truth`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of
     each response token. In agentic runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`,
     `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and `versions`. Padding samples are
-    left out.
-
-    Args:
-        data: the batch of the step.
-        folder: of the dump.
-        step: its number.
-        keep: steps up to this one that stay, the newest; later ones are of an earlier run and do not. None keeps all.
+    left out. Of earlier files the newest `keep` up to this step stay, and those of later steps, from an earlier run, do
+    not. None keeps all.
 
     Raises:
         RunError: the file cannot be written.
@@ -268,6 +263,5 @@ def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
 
 
 def _row_values(values: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
-    """The values of each row where the mask [B, T] is set."""
     flat, ends = values[mask].tolist(), mask.sum(-1).cumsum(0).tolist()
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]

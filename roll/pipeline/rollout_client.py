@@ -38,12 +38,8 @@ class RolloutClient:
     ) -> None:
         """Starts the process; `RemoteActor.ready` of what `start` returned has to be awaited before the first call.
 
-        Args:
-            start: starts a process with a new rollouter.
-            cancel_requests: ends the requests of a dead process in the engines.
-            events: log of restarts.
-            max_restarts: restarts of the process; its death after that ends the run.
-            earlier: the client before the run started again; its count continues.
+        `cancel_requests` ends the requests of a dead process in the engines; its death after `max_restarts` restarts
+        ends the run. The count of the `earlier` client, before the run started again, continues.
         """
         self._start, self._cancel_requests = start, cancel_requests
         self._events, self._max_restarts = events, max_restarts
@@ -148,5 +144,4 @@ class RolloutClient:
 
 
 def _died(error: ClusterError) -> bool:
-    """Whether the rollout process died, and not a process that it had called."""
     return error.role == NAME and error.kind == PROCESS_DIED

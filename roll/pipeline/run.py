@@ -130,9 +130,7 @@ class RunSummary:
 def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     """Runs to the end and logs how it ended, where its results are and what can be done next.
 
-    Args:
-        config: a checked configuration; the log has been set up by `configure_logging`.
-        command: that started the run, for the command that continues it.
+    `configure_logging` has set up the log of the checked configuration, and `command` started the run.
 
     Returns:
         The exit code: 0, 1 after an error of USER_ERRORS, 130 when interrupted.
@@ -280,12 +278,7 @@ async def run_once(
 ) -> None:
     """The run from one start to its end, without another start; raises as `run` does.
 
-    Args:
-        config: says which checkpoint to continue from.
-        session: of all starts.
-        running: of all starts.
-        summary: of all starts, which this one completes.
-        start: when the first one began, by `time.perf_counter`.
+    Session, running loop, summary and `start`, a time of `time.perf_counter`, are those of all starts.
     """
     running.starting()
     events, extensions = EventLog(config.output_dir), load_extensions(config)

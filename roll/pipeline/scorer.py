@@ -35,14 +35,7 @@ class Scorer:
         models: Mapping[str, ModelScorer] | None = None,
         events: EventLog | None = None,
     ) -> None:
-        """Starts no process.
-
-        Args:
-            rewards: by name.
-            tokenizer: of the policy.
-            models: of the rewards that a model scores, by name; `connect` gives them the model.
-            events: log of the processes that are replaced.
-        """
+        """Starts no process; `connect` gives `models`, by reward, the engines that score."""
         self.stop_token_ids: frozenset[int] = frozenset()
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
         self._pools: dict[str, RewardPool | ModelScorer] = {
@@ -96,9 +89,6 @@ class Scorer:
         The reward is the sum of weight times score over the rewards of the tag, which run at the same time. Where there
         are several, each score is the metric `<name>`, and the numbers that a reward reports are `<name>/<metric>`. A
         group with a sum beyond LARGEST_REWARD is dropped as `not_finite`.
-
-        Args:
-            groups: each with its prompt.
         """
         outcomes_by_pool = await asyncio.gather(*(self._score(name, groups) for name in self._pools))
         scored = dict(zip(self._pools, outcomes_by_pool, strict=True))

@@ -50,12 +50,8 @@ async def forward(
 ) -> DataProto:
     """What a forward pass of a cluster gives for every sample, in the order of `data`.
 
-    Args:
-        cluster: of the model.
-        method: of its ranks, such as `TrainWorker.compute_log_probs`.
-        data: a batch with `meta_info["temperature"]`.
-        config: the cluster's role, for the size of its forward micro-batches.
-        options: what the method reads of `meta_info` beside temperature and micro-batches.
+    `method` of its ranks reads temperature, micro-batches and `options` of `meta_info`; the role `config` has the size
+    of micro-batches.
     """
     limit = config.forward_token_limit
     masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
@@ -88,11 +84,6 @@ def sample_lengths(data: DataProto) -> list[int]:
 
 def shared_prefixes(data: DataProto, role: MegatronRoleConfig, platform: str) -> list[Prefix | None] | None:
     """What each sample shares with its group in a micro-batch, as `plan_optimizer_steps` takes it.
-
-    Args:
-        data: a batch; the samples of a group are those of the same `group_ids`.
-        role: whose micro-batches they form.
-        platform: name of the platform that the role's ranks run on.
 
     Returns:
         None where the ranks compute every token of every sample (`MegatronInferStrategy` shares prefixes of packed
@@ -153,11 +144,7 @@ def live_steps(data: DataProto, samples_per_step: int) -> list[int]:
 def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
     """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
 
-    Args:
-        data: the batch.
-        plan: one optimizer step of it.
-        counted: [B, T] tokens that the denominators count, if not all of the response mask. Samples without any,
-            padding among them, do not count either.
+    Denominators count the tokens of `counted` [B, T], by default the response mask, and samples that have any.
     """
     rows = [index for share in plan.indices for index in share]
     mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]

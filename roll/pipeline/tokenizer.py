@@ -41,11 +41,6 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
 def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
     """The sampling parameters of a role; generation stops at the tokenizer's eos token and at `stop_strings`.
 
-    Args:
-        args: of the role.
-        path: of `args` in the configuration, for errors.
-        tokenizer: of the model.
-
     Raises:
         RunError: max_new_tokens is not set, or a stop string is not one token.
     """
@@ -91,16 +86,7 @@ def _ends_of_model(folder: str) -> tuple[int, ...]:
 def encode_data(
     config: BaseConfig, args: DataArguments, data: Sequence[Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Any], int]:
-    """Encodes the data of a role as its pipeline learns them.
-
-    Args:
-        config: of the run.
-        args: of the role.
-        data: prompts, pairs of SFT, or preferences.
-        tokenizer: of the trained model.
-
-    Returns:
-        The examples that fit, in order, and the number of those that are dropped because they are too long.
+    """Encodes the data of a role as its pipeline learns them; returns those that fit and the number of longer ones.
 
     Raises:
         DatasetError: none fits, or the chat template cannot be applied.

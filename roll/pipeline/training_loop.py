@@ -324,7 +324,6 @@ class TrainingLoop:
         return self._config.save_checkpoint and self._due(self._config.save_steps or self._config.max_steps)
 
     def _warn_of_length(self, share: float) -> None:
-        """Warns once that this share of the trajectories of a step ended at the length limit."""
         if share <= MOSTLY_CUT_OFF or self._warned:
             return
         self._warned, config = True, self._config
@@ -431,11 +430,6 @@ class TrainingLoop:
             logger.warning("the last checkpoint was not completed: the trainer failed while it was written")
 
     async def _complete_checkpoint(self) -> None:
-        """Waits until the checkpoint that was written last is complete.
-
-        Raises:
-            DiskFullError: it does not fit on the disk.
-        """
         if self._completing is not None:
             task, self._completing = self._completing, None
             self.checkpoint = await task

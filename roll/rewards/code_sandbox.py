@@ -143,7 +143,6 @@ def program_in(response: str, config: RewardConfig, tests: Tests | None = None) 
 
 
 def _defines(code: str, names: set[str]) -> bool:
-    """Whether a block defines one of the names."""
     return any(names.intersection(each) for each in DEFINED.findall(code)) if names else False
 
 

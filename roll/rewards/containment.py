@@ -192,7 +192,6 @@ def _descendants(roots: Iterable[int], enough: int) -> set[int]:
 
 
 def _children(process: int) -> list[int]:
-    """Ids of the children of all threads of a process."""
     try:
         threads = list(Path(f"/proc/{process}/task").iterdir())
         return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
@@ -212,7 +211,6 @@ def _start_times(numbers: Iterable[int]) -> dict[int, int]:
 
 
 def _alive(seen: Mapping[int, int]) -> dict[int, int]:
-    """The processes of those seen, with their start times, that are alive."""
     return {number: started for number, started in _start_times(seen).items() if started == seen[number]}
 
 

@@ -70,7 +70,6 @@ def instructions(ground_truth: Any, row: Mapping[str, Any]) -> list[tuple[str, d
 
 
 def _of_item(item: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Instructions of one JSON object in any of the formats."""
     if "func_name" in item:
         return [(str(item["func_name"]), _given({key: value for key, value in item.items() if key != "func_name"}))]
     return _of_ifeval(item)
@@ -131,11 +130,6 @@ def _checked(name: str, value: Any, check: Callable[..., bool]) -> Any:
 
 
 def _follows(text: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether a text follows an instruction.
-
-    Raises:
-        ValueError: the instruction is not known, lacks an argument or has one of the wrong kind.
-    """
     check = INSTRUCTIONS.get(name)
     if check is None:
         like = nearest(name, INSTRUCTIONS)

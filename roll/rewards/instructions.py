@@ -54,11 +54,6 @@ def _sentences(text: str) -> int:
 
 
 def _relates(count: int, relation: str, wanted: float) -> bool:
-    """Whether a count stands in the relation that IFEval writes.
-
-    Raises:
-        ValueError: the relation is another.
-    """
     if relation == "at least":
         return count >= wanted
     if relation == "less than":
@@ -67,11 +62,6 @@ def _relates(count: int, relation: str, wanted: float) -> bool:
 
 
 def _about(count: int, quantifier: str, wanted: float, tolerance: float) -> bool:
-    """Whether a count fits the quantifier that RLVR-IFEval writes.
-
-    Raises:
-        ValueError: the quantifier is another.
-    """
     if quantifier == "around":
         return abs(count - wanted) <= tolerance
     if quantifier in ("at least", "at most"):

@@ -60,13 +60,7 @@ class JudgeModelScorer:
         max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Grades nothing before `connect` gives it the engines.
-
-        Args:
-            tokenizer: of the judge.
-            reward: the keys of `JudgeOptions`, `template`, `correct_score` and `wrong_score` are used.
-            max_tokens: longest question with its answer; a longer one has no grade.
-            variables: of the template; see PromptEncoder.
+        """Grades nothing before `connect` gives it the engines; a question longer than `max_tokens` has no grade.
 
         Raises:
             DatasetError: the tokenizer lacks the template.

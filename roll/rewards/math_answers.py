@@ -347,7 +347,6 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _natural(value: Any) -> Any:
-    """A natural number whose factorial is evaluated."""
     if _bounded(value, 12) != mp.nint(value) or mp.re(value) < 0:
         raise _Unknown("no natural number")
     return value

@@ -104,10 +104,8 @@ class RewardPool:
     ) -> None:
         """Starts no process; processes start with `launch`, `start` or the first `score`.
 
-        Args:
-            config: of the reward.
-            replaced: called with the cause when a process is replaced, which is logged otherwise.
-            decode: makes `prompt_text` of `prompt_ids`, where the function asks for it.
+        `replaced` is called with the cause when a process is replaced, which is logged otherwise. `decode` makes
+        `prompt_text` of `prompt_ids` for a function that reads it.
         """
         self._config, self._replaced, self._decode = config, replaced, decode
         self._output = RewardOutput(config.function)
@@ -393,7 +391,6 @@ class RewardPool:
             self._report(f"one of its processes {STOPPED_TOO_LONG}")
 
     def _process_of(self, call: Future[Any]) -> int | None:
-        """Id of the process that makes a call."""
         tasks = dictionary_values(self._pool._pool_manager.task_manager.tasks)
         return next((task.worker_id for task in tasks if task.future is call), None)
 
@@ -404,7 +401,6 @@ class RewardPool:
             logger.warning("reward function %r: %s", self._config.function, cause)
 
     def _turn(self) -> _Turns:
-        """The turns of the current asyncio loop."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns.loop is not loop:
             processes = self._config.world_size

@@ -35,13 +35,7 @@ class RewardModelScorer:
         max_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Scores nothing before `connect` gives it the model.
-
-        Args:
-            tokenizer: of the model.
-            template: chat template of the prompt; see `roll.datasets.templates`.
-            max_tokens: longest sequence of the model; a longer one has no score.
-            variables: of the template; see PromptEncoder.
+        """Scores nothing before `connect` gives it the model; a sequence longer than `max_tokens` has no score.
 
         Raises:
             DatasetError: the tokenizer lacks the template.

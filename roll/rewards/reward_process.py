@@ -88,10 +88,6 @@ def start(config: RewardConfig, output: Connection[Any, Any]) -> None:
     """Initializes a reward process: imports the function and calls `warm_up` of its module.
 
     An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
-
-    Args:
-        config: of the reward.
-        output: a pipe that gets what the process prints.
     """
     os.dup2(output.fileno(), 2)
     output.close()
@@ -133,11 +129,6 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _warm_up(module: ModuleType) -> None:
-    """Calls `warm_up` of a module that has it.
-
-    Raises:
-        RewardFunctionError: it cannot be called.
-    """
     warm_up = getattr(module, "warm_up", None)
     if warm_up is None:
         return

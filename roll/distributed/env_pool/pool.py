@@ -144,14 +144,7 @@ class EnvPool:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> ResultT:
-        """Calls a method of `EnvServer` on the worker of an environment.
-
-        Args:
-            key: the environment.
-            what: environment and turn, for the message of a failure.
-            method: a method of `EnvServer`.
-            args: its arguments after the key; keyword arguments are not supported.
-            kwargs: none.
+        """Calls a method of `EnvServer` on the worker of an environment; `what` is environment and turn, for messages.
 
         Raises:
             EnvFailure: the environment raised or hung, and was released.

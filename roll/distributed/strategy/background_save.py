@@ -24,12 +24,7 @@ class BackgroundSave:
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
-        """Makes a process group for the threads of all ranks; collective.
-
-        Args:
-            device: of this rank.
-            timeout_s: of writing one checkpoint, in which ranks also wait for the slowest.
-        """
+        """Makes a process group for the threads of all ranks, which wait `timeout_s` for the slowest; collective."""
         self._device, self._timeout_s = device, timeout_s
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._writing: Future[None] | None = None

@@ -38,13 +38,7 @@ class HostCopies:
     """
 
     def __init__(self, tensors: Callable[[StateKind], Iterable[torch.Tensor]], platform: Platform) -> None:
-        """Copies nothing yet.
-
-        Args:
-            tensors: the tensors of a state; the optimizer's may share storages with parameters, which then count as
-                parameters.
-            platform: of the rank.
-        """
+        """Copies nothing yet; a storage that the optimizer shares with parameters counts as theirs."""
         self._tensors, self._platform = tensors, platform
         self._emptied: dict[StateKind, list[_Emptied]] = {}
         self._pinned: dict[int, torch.Tensor] = {}
@@ -127,5 +121,4 @@ class HostCopies:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

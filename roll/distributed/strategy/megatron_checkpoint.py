@@ -233,7 +233,6 @@ def _sizes() -> dict[str, int]:
 
 
 def _random_state() -> ShardedObject:
-    """State of this rank's random generators."""
     position = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),

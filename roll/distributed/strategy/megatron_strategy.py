@@ -77,16 +77,7 @@ class MegatronInferStrategy:
         platform: Platform,
         role: str = "megatron",
     ) -> None:
-        """Builds nothing: `initialize` does.
-
-        Args:
-            worker_config: the role's section of the configuration.
-            pipeline_config: the whole configuration.
-            layout: sizes of the parallel dimensions.
-            rank: this rank within the role.
-            platform: of the rank's device.
-            role: seeds are derived from it.
-        """
+        """Builds nothing: `initialize` does. Seeds are derived from `role`."""
         self.worker_config = worker_config
         self.pipeline_config = pipeline_config
         self.layout = layout
@@ -189,7 +180,6 @@ class MegatronInferStrategy:
         leave_process_group()
 
     def _set_up(self) -> None:
-        """Prepares the loaded stage for its use."""
         for stage in self.stages:
             stage.requires_grad_(False)
         self.forward = self._forward_pass(self.stages)
@@ -351,7 +341,6 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return super().offload(kinds)
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        """The moments of Adam and its step counters."""
         values = (value for _, state in self.optimizer.state.items() for value in state.values())
         return (value for value in values if isinstance(value, torch.Tensor))
 
@@ -398,18 +387,9 @@ def join_process_group(
     collective_timeout_s: float,
     virtual: int | None = None,
 ) -> RankCoordinates:
-    """Joins the role's ranks at MASTER_ADDR:MASTER_PORT and builds Megatron's groups.
+    """Joins the role's ranks at MASTER_ADDR:MASTER_PORT and builds Megatron's groups; returns this rank's coordinates.
 
-    Args:
-        platform: names the collective backend.
-        layout: sizes of the parallel dimensions; the world size is their product.
-        rank: this rank.
-        start_timeout_s: longest wait for all ranks to start.
-        collective_timeout_s: longest time of any later collective.
-        virtual: parts of each pipeline stage, if they are to be interleaved.
-
-    Returns:
-        The coordinates of this rank.
+    The parts of each pipeline stage are interleaved if there are `virtual` ones. Timeouts as of `join_all_ranks`.
 
     Raises:
         RuntimeError: the environment lacks the address, contradicts the layout, or ranks did not start in time.

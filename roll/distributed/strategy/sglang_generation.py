@@ -207,7 +207,6 @@ class Generation:
                 self._start_next()
 
     def _start_next(self) -> None:
-        """Starts the requests that may run now."""
         while started := self._order.start(due=self._version() - self._ahead):
             for version, place in started:
                 if place.cancelled():
@@ -257,7 +256,6 @@ class Generation:
             self._interrupted.discard(name)
 
     def _stop_ids(self, request: GenerateRequest) -> set[int]:
-        """Tokens that end a response: the request's and the model's."""
         return {*request.sampling.stop_token_ids, *(self._engine.manager.model_config.hf_eos_token_id or ())}
 
 

@@ -95,7 +95,6 @@ class SchedulerProcess:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the scheduler to its end."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
         gc.enable()
@@ -144,7 +143,6 @@ def _ensure_server() -> None:
 
 
 def _server_id() -> int | None:
-    """Process id of the fork server that this process has started last."""
     server: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return server
 
@@ -227,9 +225,7 @@ def size_of(log: str) -> int:
 def last_exception(log: str, start: int) -> str:
     """The exception that ends the last traceback of a log, such as `ImportError: No module named 'x'`; empty if none.
 
-    Args:
-        log: path; it need not exist.
-        start: byte from which the log is read.
+    The log is read from byte `start` on, and need not exist.
     """
     try:
         with open(log, "rb") as file:

@@ -241,11 +241,6 @@ class WeightReceiver(Worker):
         self._updated.set()
 
     async def _control(self, method: str, message: object, what: str) -> None:
-        """Sends a control message to the engine.
-
-        Raises:
-            EngineError: the engine refused, with its reason, died, or did not answer in time.
-        """
         answer: Any = getattr(self.engine.manager, method)(message, None)
         success, reason = await self.engine.wait_for(answer, what, self.pipeline_config.sync_timeout_s)
         if not success:

@@ -357,7 +357,6 @@ class WeightSender(Worker):
 
 
 def _finish(broadcasts: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
-    """Waits until all broadcasts are done."""
     for work, _ in broadcasts:
         if work is not None:
             work.wait()

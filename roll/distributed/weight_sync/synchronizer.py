@@ -91,15 +91,8 @@ class WeightSynchronizer:
     ) -> None:
         """Connects nothing yet.
 
-        Args:
-            train: sends the weights.
-            infer: receives them.
-            config: of the run.
-            transport: how weights are sent; by default as `choose_transport` decides.
-            sleep: waits between attempts; replaced in tests.
-            devices: on which training ranks and engines take turns.
-            monitor: of the engines; by default one that restarts dead engines when an attempt fails.
-            fatal_errors: each waits until a part of the run has failed and cannot be restarted, and raises its error.
+        Each of `fatal_errors` waits until a part of the run has failed that cannot be restarted, and raises its error.
+        `monitor` is by default one that restarts dead engines when an attempt fails.
         """
         self._fatal_errors = fatal_errors
         self._devices = devices
@@ -273,7 +266,6 @@ class WeightSynchronizer:
         return isinstance(error, ClusterError) and self._trainer_failed(error) and error.kind == PROCESS_DIED
 
     def _trainer_failed(self, error: Exception) -> bool:
-        """Whether a training rank died or does not answer."""
         train, infer = self._train.role, self._infer.role
         return isinstance(error, ClusterError) and error.process_failed and error.role == train != infer
 
@@ -315,14 +307,7 @@ class WeightSynchronizer:
     async def _attempt(
         self, version: int, verify: bool, engines: list[int], alone: bool = False
     ) -> tuple[float, Transfer]:
-        """One transaction; all its steps together end by `sync_timeout_s`.
-
-        Args:
-            version: of the weights.
-            verify: whether to compare what the engines hold with what was sent.
-            engines: that take part.
-            alone: whether the other engines have these weights, and serve meanwhile.
-        """
+        """One transaction, which ends by `sync_timeout_s`; with `alone` other engines serve, with these weights."""
         infer, transport = self._infer, self._transport
         transport.engines = engines
         if self._devices is not None:
@@ -355,11 +340,6 @@ class WeightSynchronizer:
         return time.perf_counter() - paused, sent
 
     async def _verify(self, checksums: dict[str, str], engines: list[int]) -> None:
-        """Compares the names and checksums of these engines with what was sent.
-
-        Raises:
-            VerificationError: they differ.
-        """
         held = await self._infer.call_some(InferWorker.checksums, engines)
         wrong: dict[int, str] = {}
         for engine, found in zip(engines, held, strict=True):
@@ -372,11 +352,6 @@ class WeightSynchronizer:
             raise VerificationError("; ".join(wrong.values()), list(wrong))
 
     async def _step(self, deadline: float, name: str, answer: Awaitable[T]) -> T:
-        """Awaits one step of the transaction.
-
-        Raises:
-            WeightUpdateError: it was not done by the deadline.
-        """
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + STEP_GRACE_S):  # unlike wait_for of
                 return await answer  # Python 3.11, it never swallows a cancellation
@@ -565,7 +540,6 @@ class SharedMemoryTransport(Transport):
         await self._train.call_all(TrainWorker.release_buckets)
 
     async def _loaded(self) -> None:
-        """Waits until the engines have loaded the last bucket they were given."""
         loading, self._loading = self._loading, None
         if loading is not None:
             await loading
@@ -582,6 +556,5 @@ class SharedMemoryTransport(Transport):
 
 
 def _total(results: Sequence[SendResult]) -> Transfer:
-    """Bytes and checksums of all source ranks together."""
     checksums = {name: value for result in results for name, value in result.checksums.items()}
     return Transfer(sum(result.num_bytes for result in results), checksums)

@@ -62,17 +62,10 @@ class Episode:
         version: int | None,
         chat: ConversationEncoder,
     ) -> None:
-        """Sets up the episode; `begin` opens the environment.
+        """Sets up the episode; `begin` opens the environment, and resets it with `env_seed`.
 
-        Args:
-            name: unique among running episodes; names of requests derive from it.
-            task: of its tag.
-            env_seed: the environment is reset with it.
-            seed: seeds of the responses derive from it.
-            sampling: of the responses.
-            sequence_length: maximum tokens of the whole trajectory.
-            version: of its requests; see `GenerateRequest`.
-            chat: converts messages to ids.
+        `name` is unique among running episodes: names of requests derive from it, and seeds of the responses from
+        `seed`.
         """
         self.trajectory = Trajectory()
         self._name, self._task, self._env_seed, self._seed = name, task, env_seed, seed
@@ -118,11 +111,6 @@ class Episode:
 
     async def add_response(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
         """Adds a response and, unless the sequence is full, steps the environment with it.
-
-        Args:
-            request: that was sent.
-            result: of the engine.
-            text: of the response.
 
         Raises:
             EpisodeFailed: the result is aborted or empty.

@@ -231,7 +231,6 @@ def free_names(trees: list[ast.Module]) -> set[str]:
 
 
 def _known(name: str, item: dict[str, Any], link: Link) -> Any:
-    """A name of the program as tests see it."""
     if "module" in item:
         head = str(item["module"]).partition(".")[0]
         return __import__(head) if head in sys.stdlib_module_names else None

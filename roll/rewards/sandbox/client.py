@@ -93,11 +93,7 @@ class Sandbox:
     """One fork server, which runs one job at a time. Use it from one asyncio loop."""
 
     def __init__(self, isolation: Isolation | None = None) -> None:
-        """Starts nothing; the first `run` starts the server.
-
-        Args:
-            isolation: None takes namespaces where the kernel allows them.
-        """
+        """Starts nothing; with None the first `run` starts the server in namespaces, where the kernel allows them."""
         self._wanted = isolation
         self._server: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -152,7 +152,6 @@ class _MapWriter:
         os.close(start)
 
     def __call__(self) -> None:
-        """Raises an OSError where the users cannot be given."""
         os.write(self._go, b"1")
         os.close(self._go)
         if os.waitpid(self._child, 0)[1] != 0:
@@ -222,9 +221,7 @@ def mount_work_folder() -> None:
 def limit(memory_bytes: int, cpu_s: float) -> None:
     """Sets the limits of this process and its children, for good.
 
-    Args:
-        memory_bytes: address space.
-        cpu_s: processor time in seconds; rounded up.
+    Memory is address space; seconds of processor time are rounded up.
     """
     seconds = int(cpu_s) + 1
     for kind, value in (
@@ -326,7 +323,6 @@ def call_filter(in_namespaces: bool) -> tuple[Any, Any] | None:
 
 
 def _filter_calls(in_namespaces: bool) -> None:
-    """Refuses DENIED for good."""
     made = call_filter(in_namespaces)
     if made is not None:
         unsigned = ctypes.c_ulong

@@ -197,14 +197,7 @@ class Keeper:
         return moved
 
     def _fork(self, files: dict[int, int], cpu_s: float, run: Callable[[], int], user: int | None = None) -> int:
-        """Starts a process with these files, the limits of the job and no privileges.
-
-        Args:
-            files: its file descriptors -> those of the keeper.
-            cpu_s: limit of processor time in seconds.
-            run: what it does; returns its exit status.
-            user: of the process, where the server may choose it.
-        """
+        """Starts a process without privileges whose `files` are those of the keeper; `run` returns its exit status."""
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -293,7 +286,6 @@ class Keeper:
         return frames[:count], "ended"
 
     def _kill_all(self) -> None:
-        """Kills every process that the job has started, and waits for them."""
         while True:
             if self._in_namespaces:
                 _kill_every_other()

@@ -79,7 +79,7 @@ def decode(text: str | bytes, reference: Any = None) -> Any:
 
 
 def _spread(keys: list[Any]) -> list[Any]:
-    """Keys of a set or a dictionary, which takes quadratic time to make where their hashes are equal.
+    """Keys of a set or dictionary; NotPlain where many have equal hashes, since adding them takes quadratic time.
 
     Raises:
         NotPlain: many have equal hashes, as only numbers that were chosen for it have.
