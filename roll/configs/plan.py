@@ -34,7 +34,6 @@ from roll.configs.policy import samples_with_own_pass, training_gives_old_log_pr
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.files import check_head_sizes
-from roll.configs.rules.lengths import check_episode_lengths
 from roll.terminal import make_console
 
 SCORING_ROLES = ("reward", "judge")
@@ -132,8 +131,6 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     check_nodes(config, platform, per_node, report)
     check_head_sizes(config, platform, report)
     check_fits_machine(config, platform_here(config, hardware), hardware, report)
-    if isinstance(config, AgenticConfig):
-        check_episode_lengths(config, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = model_shapes(config)

@@ -1,14 +1,29 @@
-"""The special tokens of a model folder, read from the files of its tokenizer; needs neither torch nor transformers."""
+"""The tokenizer of a model folder and its special tokens; needs neither torch nor transformers."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.hub.names import local_model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKEN_NAMES = (TOKENIZER_CONFIG, "special_tokens_map.json")
 """Files with the texts of special tokens; the first that names one counts."""
+
+
+def read_tokenizer(model: str | None) -> Tokenizer | None:
+    """The tokenizer.json of a model; None where there is none that can be read."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(local_model(model or "") / "tokenizer.json"))
+    except Exception:  # the library raises nothing more specific; `check_inputs` reports a broken tokenizer
+        return None
 
 
 def special_token(folder: Path, name: str) -> str | None:

@@ -31,7 +31,7 @@ from roll.configs.rewards import (
 from roll.configs.roles import DataArguments
 from roll.configs.rules.agentic import names_class
 from roll.configs.scoring_roles import JudgeConfig
-from roll.configs.special_tokens import TOKENIZER_CONFIG, special_token, special_token_id
+from roll.configs.special_tokens import TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
@@ -130,15 +130,8 @@ def _check_weights(config: BaseConfig, report: Report) -> None:
 
 
 def _token_counter(config: BaseConfig) -> Callable[[str], int] | None:
-    """Counts the tokens of a text; None where the tokenizer is missing or of another kind."""
-    from tokenizers import Tokenizer
-
-    file = local_model(config.actor_train.model_args.model_name_or_path or "") / TOKENIZER_FILES[0]
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception:  # the library raises Exception itself; a damaged file is reported with the tokenizers
-        return None
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    tokenizer = read_tokenizer(config.actor_train.model_args.model_name_or_path)
+    return None if tokenizer is None else lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _check_tokenizers(config: BaseConfig, report: Report) -> None:

@@ -84,7 +84,6 @@ def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
         _drop_keys_without_effect,
         _read_devices,
         _read_trackers,
-        _read_intervals,
         read_kl,
         read_dual_clip,
         read_sample_weights,
@@ -311,15 +310,6 @@ def _read_folder(recipe: Recipe, path: str) -> None:
             recipe.note(
                 f"{path}.dataset_dir", f"is the folder of relative names in file_name: {', '.join(map(str, files))}"
             )
-
-
-def _read_intervals(recipe: Recipe) -> None:
-    """A negative number of steps means never, which is 0 in this project."""
-    for key in ("eval_steps", "save_steps"):
-        steps = recipe.get(key)
-        if isinstance(steps, int) and steps < 0:
-            recipe.put(key, 0)
-            recipe.note(key, f"{steps} is read as 0")
 
 
 def _share_devices(recipe: Recipe, role: str) -> None:

@@ -26,9 +26,9 @@ from roll.configs.model_config import (
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import TEMPLATES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
-from roll.configs.rules.lengths import read_tokenizer
 from roll.configs.schema import MAX_EXPLAINED
 from roll.configs.scoring_roles import JudgeConfig, ScoringEngineConfig
+from roll.configs.special_tokens import read_tokenizer
 from roll.configs.trackers import METRICS_FILE
 
 LONGEST_NAME = 200
