@@ -130,8 +130,9 @@ class ProcessWatch:
         try:
             yield
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and (run is None or not self._ray_death or run.uncancel()):
-                raise  # an interruption
+            interrupted = run is None or self._ray_death is None or run.uncancel() > 0
+            if isinstance(error, asyncio.CancelledError) and interrupted:
+                raise
             if (death := self._ray_death or ray_death()) is not None:
                 raise death from error
             failed = isinstance(error, ClusterError | EnginesLostError)

@@ -85,7 +85,7 @@ def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], time
             file=sys.stderr,
         )
     try:
-        found: str | Played | None = future.result()
+        found: str | Played | None = future.result(START_TIMEOUT_S + timeout_s)
         return found
     except TimeoutError:
         limit = f" (env_step_timeout_s {timeout_s:g})" if what == "play" else ""

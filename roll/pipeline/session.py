@@ -293,4 +293,5 @@ class Session:
             ends.callback(self._end_training)
         self.infer_clusters.clear()
         self.kept.clear()
+        self.down.clear()
         self._resources = None

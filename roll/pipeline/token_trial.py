@@ -69,7 +69,7 @@ def _run(
     pool: ProcessPool, report: Report, limit_s: float, doing: str, task: Callable[..., Report], *args: Any
 ) -> None:
     try:
-        found: Report = pool.schedule(task, args=args, timeout=limit_s).result()
+        found: Report = pool.schedule(task, args=args, timeout=limit_s).result(START_TIMEOUT_S + limit_s)
         report.errors += found.errors
         report.warnings += found.warnings
     except TimeoutError:

@@ -39,14 +39,6 @@ class _Unknown(ValueError):
     """A text is no expression that can be evaluated."""
 
 
-def equal(answer: str, expected: str) -> bool:
-    """Whether an answer is the expected one; one that is too long to compare is not."""
-    try:
-        return same_answer(answer, expected)
-    except TooLongError:
-        return False
-
-
 def same_answer(answer: str, expected: str) -> bool:
     r"""Whether an answer is the expected number, expression, relation, interval, tuple, set, matrix or text.
 
@@ -304,10 +296,8 @@ def _same_number(number: _Number, wanted: _Number) -> bool:
         return False
     if number.divided and not wanted.divided and wanted.value.denominator == 1:
         return False
-    factors = {Fraction(1)}
-    if "%" in (number.unit, wanted.unit) and number.unit != wanted.unit:
-        factors.add(Fraction(100) if number.unit == "%" else Fraction(1, 100))
-    return any(number.value == wanted.value * factor for factor in factors)
+    percent = (number.unit == "%") - (wanted.unit == "%")
+    return number.value in (wanted.value, wanted.value * Fraction(100) ** percent)
 
 
 def _text(text: str) -> str:
@@ -317,9 +307,6 @@ def _text(text: str) -> str:
 
 
 # Values of expressions
-
-_Value = tuple[Any, ...]
-"""The value at each of POINTS values of the letters; None where there is none."""
 
 TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|\\([A-Za-z]+)|([A-Za-z]+)|(\S))")
 SYMBOLS = frozenset(
@@ -352,7 +339,7 @@ def _natural(value: Any) -> Any:
     return value
 
 
-def _rounded(value: _Value) -> _Value:
+def _rounded(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Values that are equal if they differ by errors of rounding only."""
     parts = [None if each is None else (mp.re(each), mp.im(each)) for each in value]
     least = mp.mpf(10) ** -COMPARED_DIGITS
@@ -362,8 +349,8 @@ def _rounded(value: _Value) -> _Value:
 
 
 @lru_cache(maxsize=1024)
-def _value(text: str) -> _Value | None:
-    """The value of an expression; None of a text that is none, or has no value anywhere."""
+def _value(text: str) -> tuple[Any, ...] | None:
+    """The value of an expression at each of POINTS values of its letters; None of a text without any."""
     values: list[Any] = []
     for point in range(POINTS):
         try:

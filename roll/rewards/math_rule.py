@@ -8,9 +8,7 @@ from decimal import Decimal
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import TooLong, without_reasoning
-from roll.rewards.math_answers import TooLongError, equal, same_answer
-
-__all__ = ["boxed", "equal", "extract_answer", "last_number", "math_reward"]
+from roll.rewards.math_answers import TooLongError, same_answer
 
 BOXED = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(

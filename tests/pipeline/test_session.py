@@ -173,7 +173,7 @@ def test_else_everything_ends(
     session.may_start_again = may_start_again
     asyncio.run(end_of(session, error, log, engine))
     ended = {f"{role} ends" for role in ("actor_train", "reference", "actor_infer", "judge", "Ray")}
-    assert not session.kept and not session.clusters and ended <= {*log}
+    assert not session.kept and not session.down and not session.clusters and ended <= {*log}
 
 
 def test_with_a_lost_node_everything_ends_and_its_devices_are_reserved_anew(log: list[str]) -> None:
