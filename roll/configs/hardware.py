@@ -66,6 +66,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     if guessed:
         report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
     check_fits_machine(config, config.platform, hardware, report)
+    check_memory(config, config.platform, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, config.platform, per_node, report)
@@ -192,7 +193,7 @@ def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, re
 
 
 def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
-    """Devices and memory of a run on `platform` are here, unless Ray joins other machines."""
+    """The devices of a run on `platform` are here, unless Ray joins other machines."""
     if platform == "cuda" and not joins_ray():
         _check_gpus(config, hardware, report)
     elif platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
@@ -202,8 +203,6 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
     per_node = config.num_devices_per_node
     if platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
         _check_one_machine(config, platform, hardware, report)
-    if platform == "cpu" and not joins_ray():
-        _check_memory(config, hardware, report)
     if per_node is not None or platform != "cpu":
         return
     for role, worker in config.device_roles().items():
@@ -216,8 +215,9 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
             )
 
 
-def _check_memory(config: BaseConfig, hardware: Hardware, report: Report) -> None:
-    if not hardware.memory_bytes or report.errors:
+def check_memory(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+    """Weights and optimizers of all CPU slots fit the memory of this machine, unless Ray joins others."""
+    if platform != "cpu" or not hardware.memory_bytes or report.errors or joins_ray():
         return
     least = whole = 0
     for plan in memory_plans(config, model_shapes(config), "cpu"):

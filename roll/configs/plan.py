@@ -19,6 +19,7 @@ from roll.configs.errors import ConfigError, Problem
 from roll.configs.hardware import (
     Hardware,
     check_fits_machine,
+    check_memory,
     check_nodes,
     platform_here,
     resolve_platform,
@@ -131,6 +132,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     check_nodes(config, platform, per_node, report)
     check_head_sizes(config, platform, report)
     check_fits_machine(config, platform_here(config, hardware), hardware, report)
+    check_memory(config, platform_here(config, hardware), hardware, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = model_shapes(config)
@@ -419,14 +421,7 @@ def _of_tags(key: str, config: AgenticConfig) -> str:
 def print_plan(
     plan: Plan, file: TextIO | None = None, device_gib: float | None = None, elsewhere: bool = False
 ) -> None:
-    """Writes the plan to `file`, or to standard output.
-
-    Args:
-        plan: to write.
-        file: an open text file.
-        device_gib: memory of one device, to compare with.
-        elsewhere: whether the run is for another machine, which may have what is missing here.
-    """
+    """Writes the plan to `file`, or to standard output; a run `elsewhere` may find what is missing here."""
     console = make_console(file)
     plural = "s" if plan.nodes > 1 else ""
     nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} device{'s' if plan.devices_per_node > 1 else ''}"
@@ -461,8 +456,9 @@ def print_plan(
     if plan.stops:
         title, style = ("Missing here", "bold yellow") if elsewhere else ("This stops a run here", "bold red")
         _print_list(console, title, style, plan.stops)
-    if not plan.warnings:
+    if not plan.warnings and not plan.stops:
         console.print("No warnings.", style="green")
+    if not plan.warnings:
         return
     title = f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}"
     _print_list(console, title, "bold yellow", plan.warnings)

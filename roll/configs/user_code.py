@@ -122,11 +122,7 @@ def users_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 @contextmanager
 def report_if_slow(what: str) -> Iterator[None]:
-    """Prints where the user's code is, once, if the block takes longer than NOTICE_S seconds.
-
-    Args:
-        what: is doing it, such as `the import of rewards:score`.
-    """
+    """Prints what the user's code does and where it is, once, if the block takes longer than NOTICE_S seconds."""
     timer = threading.Timer(NOTICE_S, _print_location, (what, threading.get_ident()))
     timer.daemon = True
     timer.start()

@@ -350,11 +350,7 @@ def mixed_domain(drawn: Sequence[int], shares: Sequence[float]) -> int:
 class MixedSampler:
     """A `PromptSampler` for each domain, drawn from in given shares; a domain that is finished starts again.
 
-    Args:
-        domains: indices of the prompts of each domain; only those with a share are drawn.
-        shares: share of each domain, in any unit.
-        seed: determines the orders.
-        shuffle: as in `PromptSampler`.
+    Shares have any unit; domains without one are not drawn.
 
     Raises:
         ValueError: no domain has a share, or one that has a share has no prompts.
@@ -413,12 +409,8 @@ class MixedSampler:
 class PromptSampler:
     """An endless, resumable sequence of the indices 0 .. size-1, epoch after epoch.
 
-    Each epoch contains every index once, in an order that depends only on the seed and the number of the epoch.
-
-    Args:
-        size: number of prompts.
-        seed: determines the orders.
-        shuffle: if false, every epoch is in the order of the data.
+    Each epoch contains every index once, in an order that depends only on the seed and the number of the epoch; without
+    `shuffle`, in the order of the data.
 
     Raises:
         ValueError: `size` is below 1.

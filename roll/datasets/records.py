@@ -40,8 +40,7 @@ class Record:
     """One row of a data file.
 
     Attributes:
-        file: the file's path.
-        line: its line (JSONL) or row (parquet), from 1.
+        line: of the file (JSONL) or row (parquet), from 1.
         row: values by column.
     """
 

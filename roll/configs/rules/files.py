@@ -132,7 +132,7 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
         elif Path.cwd().is_relative_to(place):
             report.warn(key, f"{folder} contains the current folder; use a folder of its own, such as output/my_run")
         elif key not in ("output_dir", "checkpoint_dir") and place.is_relative_to(checkpoints):
-            if place.relative_to(checkpoints).parts[:1] and place.relative_to(checkpoints).parts[0].startswith("step-"):
+            if any(part.startswith("step-") for part in place.relative_to(checkpoints).parts[:1]):
                 report.error(key, f"{folder} is inside a checkpoint, which a run renames and deletes; use another")
             elif not Path(config.output_dir).resolve().is_relative_to(checkpoints):
                 report.warn(key, f"{folder} is among the checkpoints in {checkpoints}; use another")

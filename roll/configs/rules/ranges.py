@@ -201,8 +201,8 @@ def check_ranges(config: BaseConfig, report: Report) -> None:
 
 def check_node(config: BaseConfig, report: Report) -> None:
     """A node with more devices than any machine has are CPU slots, which the run uses."""
-    count, used = config.num_devices_per_node or 0, [w.device_mapping for w in config.device_roles().values()]
-    highest = max((max(devices, default=0) for devices in used), default=0)
+    count = config.num_devices_per_node or 0
+    highest = max((max(worker.device_mapping, default=0) for worker in config.device_roles().values()), default=0)
     if count > max(LARGEST_NODE, 2 * (highest + 1)):
         report.warn("num_devices_per_node", f"{count}, but devices 0 to {highest} are used; write {highest + 1}")
 

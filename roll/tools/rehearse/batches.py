@@ -22,11 +22,7 @@ MAX_OPTIMIZER_STEPS = 4
 class Batch:
     """Sizes of one batch.
 
-    Attributes:
-        groups: prompts, or tasks of agents.
-        group_size: samples of each.
-        micro_batch: samples of one micro-batch on one data-parallel rank.
-        accumulation: micro-batches of one optimizer step.
+    A group has the samples of a prompt or of a task of agents; micro-batches are those of one data-parallel rank.
     """
 
     groups: int
@@ -40,8 +36,6 @@ class Structure:
     """What the batch of a recipe looks like, apart from its size.
 
     Attributes:
-        groups: in one batch.
-        group_size: samples of each.
         samples_per_trajectory: 1, or the turns of a trajectory where each is a sample.
         optimizer_steps: of one pass over the batch.
         accumulates: whether an optimizer step has several micro-batches.

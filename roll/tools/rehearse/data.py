@@ -45,10 +45,9 @@ PROBED_STEPS = 2
 
 @dataclass(frozen=True)
 class RoleData:
-    """The rows of one role.
+    """The files and rows of one role.
 
     Attributes:
-        files: written.
         prompt_tokens: of the longest prompt.
         sequence_tokens: of the longest prompt with its answer; SFT only.
         reason: why the rows are stand-ins; empty for the recipe's own.
