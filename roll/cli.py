@@ -77,10 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(pipeline: str | None, argv: Sequence[str] | None = None, defaults: Sequence[str] = ()) -> int:
     """Runs a `start_<pipeline>_pipeline.py` script: finds the configuration, then does the same as `roll run`.
 
-    Args:
-        pipeline: that the file must have; None for any.
-        argv: of the command line.
-        defaults: `key=value` that come before those of the command line.
+    The file must have `pipeline`, unless it is None; `defaults` are overrides before those of the command line.
     """
     parser = argparse.ArgumentParser(description=f"Run {f'the {pipeline}' if pipeline else 'a'} pipeline.")
     parser.add_argument("--config_path", required=True, help="folder, relative to the current one or to examples/")

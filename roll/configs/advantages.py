@@ -304,17 +304,14 @@ class AdvantageOptions:
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether advantages depend on the log-probs of a teacher."""
         return self.use_opd or self.adv_estimator in TEACHER_ESTIMATORS
 
     @property
     def uses_sum_pi_squared(self) -> bool:
-        """Whether the advantages need the sum of the squared probabilities at each token."""
         return self.adv_estimator in TOKEN_ESTIMATORS
 
     @property
     def uses_running_statistics(self) -> bool:
-        """Whether scores are normalised by statistics over the run."""
         reads = self.adv_estimator == "reinforce" or self.adv_estimator in VALUE_ESTIMATORS
         return reads and not {self.norm_mean_type, self.norm_std_type}.isdisjoint(RUNNING_TYPES)
 

@@ -305,7 +305,6 @@ class EnvManagerConfig:
 
     @property
     def processes(self) -> int:
-        """Number of processes they run in."""
         return -(-self.environments // (self.max_env_num_per_worker or self.environments))
 
 
@@ -375,7 +374,6 @@ class AgenticConfig(AgenticOptions, RLConfig):
 
     @property
     def groups_per_batch(self) -> int:
-        """Number of groups of one step."""
         return max(1, self.rollout_batch_size // self.train_env_manager.group_size)
 
     @property

@@ -126,12 +126,10 @@ class CorrectionOptions:
 
     @property
     def weighted(self) -> bool:
-        """Whether token losses have a weight."""
         return self.weights.level is not None
 
     @property
     def rejects(self) -> bool:
-        """Whether tokens may be left out of the loss."""
         masks = self.weighted and self.weights.mode == "mask"
         thresholds = (self.difference.level, self.veto_threshold, self.m2_threshold)
         return masks or bool(self.all_rejections) or any(given is not None for given in thresholds)
@@ -143,7 +141,6 @@ class CorrectionOptions:
 
     @property
     def rejects_segments(self) -> bool:
-        """Whether whole turns may be left out."""
         levels = [given.level for given in self.all_rejections.values()]
         return "segment-mean" in (self.difference.level, *levels)
 

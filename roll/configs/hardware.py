@@ -93,7 +93,6 @@ def prepare_devices(config: BaseConfig, hardware: Hardware | None = None) -> Non
 
 
 def platform_here(config: BaseConfig, hardware: Hardware) -> str:
-    """The platform of a run on this machine: `auto` is cuda where there are GPUs."""
     if config.platform == "auto":
         return "cuda" if hardware.gpus else "cpu"
     return config.platform

@@ -177,7 +177,6 @@ def _with_home(value: Any) -> Any:
 
 
 def _translate(recipe: Recipe, kind: str, notes: Sequence[Problem]) -> None:
-    """Reads the keys of other frameworks."""
     read_systems(recipe, kind, notes)
     from_roll = is_roll_recipe(recipe)
     if from_roll:

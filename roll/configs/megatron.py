@@ -178,12 +178,7 @@ def with_defaults(
 ) -> Options:
     """`options` with a value for each that was left to the platform.
 
-    Args:
-        options: as configured.
-        on_gpu: whether the role's platform is cuda.
-        data_ranks: data-parallel size.
-        transformer_engine: whether Transformer Engine computes the layers.
-        gradient_kernel: whether Apex's kernel for `gradient_accumulation_fusion` is installed.
+    `gradient_kernel` says whether Apex's kernel for `gradient_accumulation_fusion` is installed.
     """
     values: dict[str, Any] = {
         "bias_activation_fusion": on_gpu,

@@ -53,7 +53,6 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of all lines."""
         return sum(line.bytes for line in self.lines)
 
 

@@ -61,7 +61,6 @@ VALUE_ARCHITECTURES = tuple(
 
 
 def family_of(architecture: str) -> ModelFamily:
-    """The family of a supported architecture."""
     return FAMILIES[architecture.partition("For")[0] + "ForCausalLM"]
 
 
@@ -321,9 +320,7 @@ def read_positions(folder: str | Path) -> int | None:
 def read_model_shape(folder: str | Path, value_head: bool = False) -> ModelShape | None:
     """The shape of the model in `folder`, or None when there is no config.json to read.
 
-    Args:
-        folder: of a HF model.
-        value_head: the model of a critic, which may be one of VALUE_ARCHITECTURES.
+    With `value_head`, for a critic, it may be one of VALUE_ARCHITECTURES.
 
     Raises:
         UnsupportedModel: as `check_model_config`.

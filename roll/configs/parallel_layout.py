@@ -145,7 +145,6 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the sizes."""
         return self.tensor * self.data * self.pipeline
 
     def coordinates(self, rank: int) -> RankCoordinates:
@@ -154,5 +153,4 @@ class ParallelLayout:
         return RankCoordinates(tensor=tensor, data=rest % self.data, pipeline=rest // self.data)
 
     def rank(self, tensor: int, data: int, pipeline: int) -> int:
-        """The rank with these coordinates."""
         return tensor + self.tensor * (data + self.data * pipeline)

@@ -228,21 +228,17 @@ class BaseConfig:
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantages need a value model."""
         return False
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a reward is the score of the model of role `reward`."""
         return False
 
     @property
     def uses_judge(self) -> bool:
-        """Whether a reward is the grade of the model of role `judge`."""
         return False
 
     def data_roles(self) -> list[str]:
-        """The roles whose `data_args` are read."""
         return ["actor_train", *(["validation"] if self.eval_steps else [])]
 
     def device_roles(self) -> dict[str, RoleConfig]:
@@ -258,7 +254,6 @@ class BaseConfig:
         return {name: role for name, role in roles.items() if role.device_mapping}
 
     def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        """The roles with an optimizer."""
         return {"actor_train": self.actor_train}
 
 
@@ -437,7 +432,6 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         return super().steps_per_batch(role) * self.ppo_epochs
 
     def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        """The roles with an optimizer."""
         return super().trained_roles() | ({"critic": self.critic} if self.uses_critic else {})
 
     def schedule_steps(self, role: TrainedRoleConfig) -> int:
@@ -462,12 +456,10 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the advantages need a value model."""
         return self.adv_estimator in VALUE_ESTIMATORS
 
     @property
     def uses_greedy_responses(self) -> bool:
-        """Whether the advantages need a greedy response to each prompt."""
         return self.adv_estimator in GREEDY_ESTIMATORS
 
     @property
@@ -477,7 +469,6 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and engines own some of the same devices."""
         return not set(self.actor_train.device_mapping).isdisjoint(self.actor_infer.device_mapping)
 
     def takes_turns(self, platform: str) -> bool:
@@ -493,7 +484,6 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
 
     @property
     def default_max_staleness(self) -> int:
-        """`max_staleness_allowed` if the file does not set it."""
         return max(DEFAULT_MAX_STALENESS, versions_ahead(self.async_generation_ratio))
 
 
@@ -530,12 +520,10 @@ class RLVRConfig(RLConfig):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a reward is the score of the model of role `reward`."""
         return any(scoring_role(reward) == "reward" for reward in self.rewards.values())
 
     @property
     def uses_judge(self) -> bool:
-        """Whether a reward is the grade of the model of role `judge`."""
         return any(scoring_role(reward) == "judge" for reward in self.rewards.values())
 
 

@@ -158,7 +158,6 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def main() -> int:
-    """Writes the page."""
     PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(render(), encoding="utf-8")
     return 0

@@ -73,7 +73,6 @@ def built_in_of(function: str) -> str | None:
 
 
 def is_comparison(function: str) -> bool:
-    """Whether a `module:function` is one of COMPARISONS."""
     return built_in_of(function) in COMPARISONS
 
 
@@ -365,6 +364,5 @@ def domain_of(rewards: Mapping[str, RewardConfig], shares: Mapping[str, float], 
 
 
 def no_reward(rewards: Mapping[str, RewardConfig], tag: str) -> str:
-    """The message about a tag for which `rewards_of` finds no reward."""
     known = {name: reward.tag_included for name, reward in rewards.items()}
     return f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}"

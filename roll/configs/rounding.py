@@ -24,14 +24,8 @@ def mismatch_bounds(
     """Bounds in nats by key: on the mean, on 99 % of tokens, and on the largest, which has none in half precision.
 
     In fp32 the mean is 1.5 eps layers^0.75 sqrt(width) log2(tokens): logits grow with the square root of the width, and
-    the rounding of attention with the length. In half precision it is 2 eps layers^0.75.
-
-    Args:
-        dtypes: of engine and trainer; the coarsest one counts.
-        layers: of the model.
-        width: of its hidden states.
-        tokens: of the longest sequence.
-        gpu: whether they run on GPUs.
+    the rounding of attention with the length. In half precision it is 2 eps layers^0.75. Of
+    the `dtypes` of engine and trainer the coarsest counts; `tokens` is the longest sequence.
     """
     scale = max(EPSILON[dtype] for dtype in dtypes) * layers**DEPTH_EXPONENT
     if {*dtypes} == {"fp32"}:

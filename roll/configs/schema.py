@@ -158,7 +158,6 @@ def known_keys(cls: type, prefix: str = "") -> Iterator[Key]:
 
 @cache
 def keys_by_path(cls: type) -> dict[str, Key]:
-    """`known_keys` by path."""
     return {key.path: key for key in known_keys(cls)}
 
 

@@ -46,32 +46,20 @@ OWNED = {
 """Option -> what to write instead; setting these directly would contradict other keys."""
 
 RUNS_CODE = "runs code that the framework does not check"
-OTHER_MODEL = "makes the model that generates another one than is trained"
 
 REFUSED = {
-    **dict.fromkeys(
-        ("trust_remote_code", "custom_sigquit_handler", "custom_weight_loader", "forward_hooks", "warmups")
-        + ("enable_custom_logit_processor", "stat_loggers", "tool_server", "sidecar", "use_ray"),
-        RUNS_CODE,
-    ),
-    **dict.fromkeys(
-        (
-            "json_model_override_args",
-            "revision",
-            "uno_lora_path",
-            "quantization_param_path",
-            "quantize_and_serve",
-            "modelopt_quant",
-            "rl_quant_profile",
-        )
-        + ("modelopt_checkpoint_restore_path", "decrypted_config_file", "model_config_parser", "kt_weight_path")
-        + ("dllm_algorithm", "encoder_only", "language_only"),
-        OTHER_MODEL,
-    ),
-    **dict.fromkeys(("preferred_sampling_params", "sampling_defaults"), "changes how tokens are sampled"),
+    name: why
+    for why, names in {
+        RUNS_CODE: """trust_remote_code custom_sigquit_handler custom_weight_loader forward_hooks warmups
+            enable_custom_logit_processor stat_loggers tool_server sidecar use_ray""",
+        "makes the model that generates another one than is trained": """json_model_override_args revision uno_lora_path
+            quantization_param_path quantize_and_serve modelopt_quant rl_quant_profile modelopt_checkpoint_restore_path
+            decrypted_config_file model_config_parser kt_weight_path dllm_algorithm encoder_only language_only""",
+        "changes how tokens are sampled": "preferred_sampling_params sampling_defaults",
+    }.items()
+    for name in names.split()
 }
 """Option -> why it is refused; a model that scores and is not trained may be another one."""
-
 
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
 """Names in annotations that are checked; options of other types accept any value."""

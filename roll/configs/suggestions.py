@@ -32,21 +32,14 @@ def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | N
 
 
 def suggest_for(root: type, pipelines: Mapping[str, type] | None = None) -> Callable[[str, type, Any], list[Problem]]:
-    """A function that explains an unknown path in a file for `root`.
-
-    Args:
-        root: dataclass the file is converted to.
-        pipelines: the dataclass of every pipeline by name, to recognise keys of another one.
-    """
+    """A function that explains an unknown path in a file for `root`, and recognises keys of other `pipelines`."""
     return _Suggestions(root, pipelines or {}).problems
 
 
 def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem], list[Problem]]:
-    """The tree without keys of roles that only other roles have.
+    """The tree without keys of roles that only other roles have, remarks on these, and problems.
 
-    Returns:
-        The tree, remarks on dropped keys with a value other than the default, and problems for keys that readers
-        would rely on.
+    A key that has its default gets no remark; one that readers would rely on is a problem.
     """
     roles = {name: key.hint for name, key in declared(root).items() if name in ROLES}
     known = {name: keys_by_path(hint) for name, hint in roles.items()}
@@ -210,7 +203,6 @@ class _Suggestions:
 
 
 def unknown(path: str, explanation: str) -> Problem:
-    """The problem of an unknown key."""
     return Problem(path, f"unknown key; {explanation}")
 
 

@@ -254,7 +254,6 @@ def _mapping(path: Path, may_be_empty: bool) -> Tree:
 
 
 def _similar_file(path: Path) -> str:
-    """The most similar YAML file in the folder of a file that is not there, as a hint."""
     like = None if os.path.lexists(path) else similar_path(path, lambda file: file.suffix in (".yaml", ".yml"))
     return f"; did you mean {like}?" if like else ""
 

@@ -36,10 +36,6 @@ class Header(NamedTuple):
 def check_weights(folder: Path, value_head: bool = False) -> list[str]:
     """Compares the weights in `folder` with its config.json, and returns warnings.
 
-    Args:
-        folder: of a HF model.
-        value_head: the model of a critic or a reward model; see `read_model_config`.
-
     Raises:
         NoWeights: there are none.
         UnsupportedModel: a file cannot be read; a tensor is missing, has another shape or no float dtype; a tensor of

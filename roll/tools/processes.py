@@ -36,15 +36,8 @@ def run_process(
     """Runs a command, appends its output to `log`, and returns its exit code.
 
     The command runs in its own session, so Ctrl-C reaches only this process. It then gets SIGTERM, and its process
-    group gets SIGKILL after `grace_s` or a second Ctrl-C.
-
-    Args:
-        command: with its arguments.
-        log: created with its folder.
-        grace_s: see above.
-        pass_fds: file descriptors that the command inherits.
-        variables: of the environment, in addition to those of this process.
-        poll: called now and then while the command runs.
+    group gets SIGKILL after `grace_s` or a second Ctrl-C. `variables` are added to the environment;
+    `poll` is called now and then while the command runs.
 
     Raises:
         KeyboardInterrupt: after the process group has ended.

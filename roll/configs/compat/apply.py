@@ -145,10 +145,7 @@ def _ends(path: str) -> list[str]:
 def normalize_aliases(tree: Mapping[str, Any], source: str, notes: list[Problem]) -> Tree:
     """One file or all overrides in the spelling of this project, so that an override wins in any spelling.
 
-    Args:
-        tree: as written.
-        source: for messages.
-        notes: receives one remark for every moved key.
+    `notes` receives one remark for every moved key.
 
     Raises:
         ConfigError: two spellings of one key are given, or a value has no meaning.
@@ -245,7 +242,6 @@ def _unsupported_keys(name: str) -> list[UnsupportedKey]:
 
 
 def unsupported_key(path: str, pipeline: str) -> UnsupportedKey | None:
-    """The entry of `UNSUPPORTED_KEYS` for a path in a file for this pipeline."""
     items = _unsupported_keys(path.rpartition(".")[2])
     return next((item for item in items if pipeline in item.pipelines and item.matches(path)), None)
 
@@ -276,13 +272,7 @@ def drop_unsupported_keys(tree: Tree, pipeline: str, path: str = "") -> tuple[Tr
 
 
 def read_systems(recipe: Recipe, pipeline: str, notes: Sequence[Problem]) -> None:
-    """Reads the keys of other frameworks that concern several keys of this project.
-
-    Args:
-        recipe: all files and overrides together, interpolated.
-        pipeline: rlvr, agentic or sft.
-        notes: remarks of `normalize_aliases`.
-    """
+    """Reads the keys of other frameworks that concern several keys here; `notes` are those of `normalize_aliases`."""
     async_trainers.read_buffer_size(recipe, notes)
     place_pools(recipe, pipeline)
     read_rollout_correction(recipe)

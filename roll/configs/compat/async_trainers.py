@@ -48,11 +48,6 @@ MOVED_KEYS = {
 def read_trainer_type(tree: Mapping[str, object], source: str, notes: list[Problem]) -> Tree:
     """One file or all overrides, where `trainer.type: sync` turns off the section `trainer.async`.
 
-    Args:
-        tree: as written.
-        source: for messages.
-        notes: receives a remark on what it did.
-
     Raises:
         ConfigError: the type is neither async nor sync, or the ratio is given too.
     """
@@ -74,11 +69,7 @@ def read_buffer_size(recipe: Recipe, notes: Sequence[Problem]) -> None:
     """Takes `trainer.type`; the smaller of `buffer_size` and `max_staleness` bounds generation.
 
     In those frameworks the buffer may admit samples that are too stale to use. In this project admission obeys the
-    staleness limit, so no sample is.
-
-    Args:
-        recipe: all files and overrides together, in the spelling of this project.
-        notes: remarks on the keys that were read so far.
+    staleness limit, so no sample is. `notes` are remarks on the keys that were read so far.
     """
     kind, ratio, allowed = recipe.take(KIND), recipe.get(RATIO), recipe.get(MAX_STALENESS)
     spelling = next((note.path for note in notes if MOVED_KEYS.get(note.path) == MAX_STALENESS), None)

@@ -34,8 +34,7 @@ Found = Iterator[tuple[str, Any]]
 def missing_capabilities(tree: Mapping[str, Any]) -> Problem | None:
     """One problem that names everything a recipe needs and this project lacks; None if there is nothing.
 
-    Args:
-        tree: of all files and overrides, before `${...}` is replaced, because that may fail for what is missing.
+    It comes before `${...}` is replaced, because that may fail for what is missing.
     """
     recipe = Recipe(tree)
     lacking = []
@@ -131,7 +130,6 @@ def _trained_by(*names: str) -> Callable[[Recipe], Found]:
 
 
 def _model(name: re.Pattern[str]) -> Callable[[Recipe], Found]:
-    """Finds a model by its name."""
     accepts = _named(name)
     return _any(
         _given("pretrain", "student_pretrain", accepts=accepts), _of_roles("model_args.model_name_or_path", accepts)

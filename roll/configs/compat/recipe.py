@@ -16,11 +16,7 @@ ABSENT: Any = object()
 class Recipe:
     """A tree whose keys are taken, put and remarked on.
 
-    Attributes:
-        tree: what remains and what was put; a copy, so the tree given is unchanged.
-        overridden: paths whose values come from the command line.
-        notes: remarks, in the order in which they were made.
-        problems: values without a meaning.
+    `tree` is a copy, so the tree given is unchanged; `overridden` has the paths that the command line sets.
     """
 
     def __init__(self, tree: Mapping[str, Any], overridden: Collection[str] = ()) -> None:
@@ -30,7 +26,6 @@ class Recipe:
         self.problems: list[Problem] = []
 
     def note(self, path: str, message: str) -> None:
-        """Adds a remark."""
         self.notes.append(Problem(path, message))
 
     def refuse(self, path: str, value: Any, expected: str) -> None:

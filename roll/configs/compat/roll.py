@@ -84,7 +84,19 @@ REWARD_KEYS = (
 ENVIRONMENTS = ("sokoban_sandbox", "sokoban_mcp")
 """Environments of ROLL whose names look like misspelled names of built-in environments."""
 
+OF_ENTRIES = """env_manager_cls *_pattern *_format_penalty *agent_system_template *agent_template user_prompt_*
+reward_template""".split()
+"""Keys at the top of recipes for agents, which entries of `custom_envs` refer to."""
+
 AGENT_KEYS = (
+    *(UnsupportedKey(key, always, "the entries of custom_envs have their own", silent=True) for key in OF_ENTRIES),
+    *(
+        UnsupportedKey(key, always, "entries of custom_envs are used; this is a library of them", silent=True)
+        for key in ("custom_env", "gem_*")
+    ),
+    UnsupportedKey("agent_runner_cls", always, "no environment names it", silent=True),
+    UnsupportedKey("deepspeed_*", always, "Megatron trains", silent=True),
+    UnsupportedKey("default_history_length", always, "every turn sees all earlier turns", silent=True),
     UnsupportedKey(
         "*_env_manager.format_penalty", always, "write env_config.format_penalty of the entries in custom_envs"
     ),
@@ -106,19 +118,7 @@ AGENT_KEYS = (
         "actions are always the policy's; an agent that calls an OpenAI-compatible endpoint becomes a TextEnv "
         "(docs/environments.md)",
     ),
-    UnsupportedKey("agent_runner_cls", always, "no environment names it", silent=True),
     UnsupportedKey("custom_envs.*.agent_runner_cls", if_off, "agents that call an endpoint are not available yet"),
-    UnsupportedKey("custom_env", always, "entries of custom_envs are used; this is a library of them", silent=True),
-    UnsupportedKey("deepspeed_*", always, "Megatron trains", silent=True),
-    UnsupportedKey("gem_*", always, "entries of custom_envs are used; this is a library of them", silent=True),
-    UnsupportedKey("env_manager_cls", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("default_history_length", always, "every turn sees all earlier turns", silent=True),
-    UnsupportedKey("*_pattern", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("*_format_penalty", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("*agent_system_template", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("user_prompt_*", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("reward_template", always, "the entries of custom_envs have their own", silent=True),
-    UnsupportedKey("*agent_template", always, "the entries of custom_envs have their own", silent=True),
     UnsupportedKey("custom_envs.*.use_thread_lock", always, "environments share no state"),
     UnsupportedKey("custom_envs.*.max_env_step_concurrent", always, "num_env_groups bounds the steps at a time"),
     UnsupportedKey("custom_envs.*.user_prompt_format", always, "agent_template is the message"),

@@ -252,7 +252,6 @@ SAMPLE_WEIGHTS = {
 
 
 def read_sample_weights(recipe: Recipe) -> None:
-    """Adds a remark on each weight of SAMPLE_WEIGHTS that is on."""
     for key, difference in SAMPLE_WEIGHTS.items():
         if recipe.get(key) is True:
             recipe.note(key, difference)

@@ -157,10 +157,7 @@ def _read_updates(recipe: Recipe, mini_batch: str) -> None:
 
     Between two updates it takes ppo_mini_batch_size x require_batches x trigger_parameter_sync_step prompts, and
     generation may be ahead of that by the share `staleness_threshold` of them, which is `async_generation_ratio` here.
-
-    Args:
-        recipe: the file.
-        mini_batch: path of its ppo_mini_batch_size.
+    `mini_batch` is the path of ppo_mini_batch_size.
     """
     names = ("require_batches", "trigger_parameter_sync_step")
     batches, syncs, partial = (_given(recipe, name, "async_training.", "") for name in (*names, "partial_rollout"))

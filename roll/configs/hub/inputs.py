@@ -72,7 +72,6 @@ def model_names(config: BaseConfig) -> dict[str, list[str]]:
 
 
 def data_roles(config: BaseConfig) -> dict[str, DataArguments]:
-    """The sections of data that a run reads, by role."""
     roles: dict[str, DataArguments] = {"actor_train": config.actor_train.data_args}
     return {**roles, "validation": config.validation.data_args} if config.eval_steps else roles
 
@@ -80,9 +79,7 @@ def data_roles(config: BaseConfig) -> dict[str, DataArguments]:
 def look_up(config: BaseConfig, say: Callable[[str], None] = logger.info) -> LookUp:
     """Asks for the commit and sizes of everything that is given by name, and fetches each model's config.json.
 
-    Args:
-        config: from `load_config`.
-        say: called with a line before the first request.
+    `say` is called with a line before the first request.
     """
     prepare_environment(config)
     found, hub = LookUp(), _Hub(say)

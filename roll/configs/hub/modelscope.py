@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 def installed() -> bool:
-    """Whether the library can be imported."""
     return importlib.util.find_spec("modelscope") is not None
 
 

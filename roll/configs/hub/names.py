@@ -100,7 +100,6 @@ class HubName:
 
     @property
     def page(self) -> str:
-        """The address of the repository."""
         return f"{endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
 
 
@@ -123,7 +122,6 @@ class Listing:
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all files."""
         return [file.path for file in self.files]
 
     @property
@@ -192,17 +190,14 @@ def is_on(variable: str) -> bool:
 
 
 def modelscope_chosen() -> bool:
-    """Whether models are fetched from ModelScope."""
     return is_on("USE_MODELSCOPE")
 
 
 def offline() -> bool:
-    """Whether no hub may be asked."""
     return is_on("HF_HUB_OFFLINE") or is_on("TRANSFORMERS_OFFLINE")
 
 
 def endpoint() -> str:
-    """The address of the hub."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -256,7 +251,6 @@ def missing_model_files(folder: Path) -> list[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer."""
     return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 

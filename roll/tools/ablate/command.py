@@ -52,7 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def roll_run_command(config: str, overrides: Sequence[str]) -> list[str]:
-    """`roll run` with this Python interpreter."""
     return [sys.executable, "-m", "roll", "run", config, *overrides]
 
 
@@ -60,13 +59,7 @@ def roll_run_command(config: str, overrides: Sequence[str]) -> list[str]:
 class Ablation:
     """A grid of runs and the folder of their results.
 
-    Attributes:
-        config: YAML file that all trials start from.
-        trials: in the order in which they run.
-        out: folder of the results; each trial has a subfolder.
-        overrides: `key=value` applied to every trial.
-        target: validation score; the first step that reaches it is reported.
-        build_command: command line of a trial.
+    Trials run in their order, each in a subfolder of `out`; the first step that reaches the score `target` is reported.
     """
 
     config: str

@@ -30,14 +30,8 @@ class TrialResult:
     """Measures of one trial; None if the metrics that a measure needs were not logged.
 
     Attributes:
-        variant: `actor_train.pg_variant`.
-        ratio: `async_generation_ratio`.
-        seed: `seed`.
-        status: state of the trial.
         cause: last lines of output of a failed trial.
         curve: (step, `val/score`) of each validation.
-        final_score: last score of the curve.
-        best_score: highest score of the curve.
         area_under_curve: mean height of the curve: trapezoids over steps, divided by the steps between first and last.
         steps_to_target: first step with a score of at least the target; None if no score reached it.
         staleness: mean of `staleness/mean` over steps, in versions.
@@ -214,8 +208,7 @@ def _label(result: TrialResult) -> str:
 def plot_curves(results: Sequence[TrialResult], out_png: Path) -> Path | None:
     """Plots validation curves: a panel per ratio, a color per variant, a band over seeds.
 
-    Returns:
-        The file, or None if no trial with a curve has finished.
+    Returns None if no trial with a curve has finished.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

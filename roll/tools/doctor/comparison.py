@@ -25,12 +25,7 @@ Pair = tuple[int, int]
 class RankSpeeds:
     """Measured speeds of one rank.
 
-    Attributes:
-        rank: of all measured devices.
-        node: index of its node.
-        address: of that node.
-        device: global device.
-        speeds: by name, as in MEASURES; a measure that does not apply to the rank is absent.
+    `speeds` are by name, as in MEASURES; a measure that does not apply to the rank is absent.
     """
 
     rank: int

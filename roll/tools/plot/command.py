@@ -16,14 +16,12 @@ PICTURE = "curves.png"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `roll plot`."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of a run, finished or still running")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"PNG to write (default: RUN_DIR/{PICTURE})")
     parser.add_argument("--title", metavar="TEXT", help="title of the picture (default: exp_name of the run)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `roll plot` and returns its exit code."""
     print(f"written: {plot(arguments.run, arguments.out, arguments.title)}")
     return 0
 

@@ -192,7 +192,6 @@ class _Lengths:
         self._config, self._args, self._tokenizer = config, args, tokenizer
 
     def all(self, records: Sequence[Record]) -> list[tuple[int, int]]:
-        """Both lengths of every row, in order."""
         unlimited = replace(self._config, prompt_length=1 << 30, sequence_length=1 << 30)
         rows = [self._read(record) for record in records]
         return token_lengths(self._config, encode_data(unlimited, self._args, rows, self._tokenizer)[0])

@@ -14,7 +14,7 @@ from roll.tools.rehearse.batches import shrink_batch, structure_of
 from roll.tools.rehearse.data import fewest_actions, longest_messages, write_data
 from roll.tools.rehearse.layouts import shrink_layouts
 from roll.tools.rehearse.model import add_score_head, find_model, find_tokenizer, write_model
-from roll.tools.rehearse.shrink import Inputs, rehearsed_roles
+from roll.tools.rehearse.shrink import Inputs
 
 VALIDATION_ROWS = 4
 """Rows of validation."""
@@ -36,7 +36,7 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     stops = recipe.actor_infer.generating_args.stop_strings if isinstance(recipe, RLConfig) else []
     tokenizer, why = find_tokenizer(source, [*stops, *recipe.validation.generating_args.stop_strings])
     judge = recipe.judge.model_args.model_name_or_path if isinstance(recipe, RLVRConfig) else None
-    names = {main, *(role.model_args.model_name_or_path or "" for role in rehearsed_roles(recipe).values())}
+    names = {main, *(role.model_args.model_name_or_path or "" for role in recipe.device_roles().values())}
     models = {
         name: str(
             write_model(source if name == judge else find_model(name), tokenizer, folder / f"model-{number}", number)
@@ -70,7 +70,7 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
 def _training_rows(recipe: BaseConfig, steps: int) -> int:
     if not isinstance(recipe, RLConfig):
         return SFT_ROWS
-    data_parallel = shrink_layouts(rehearsed_roles(recipe)).layouts["actor_train"].data
+    data_parallel = shrink_layouts(recipe.device_roles()).layouts["actor_train"].data
     return shrink_batch(structure_of(recipe), data_parallel).groups * steps
 
 

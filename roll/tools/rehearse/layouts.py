@@ -31,7 +31,6 @@ class Placement:
 
     @property
     def slots(self) -> int:
-        """Number of devices."""
         return len({device for devices in self.devices.values() for device in devices})
 
 

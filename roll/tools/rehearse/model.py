@@ -73,7 +73,6 @@ class ModelSource:
     """What is known about a model of the recipe.
 
     Attributes:
-        name: in the recipe.
         architecture: as in `FAMILIES`.
         settings: of its config.json; empty if that is not on this machine.
         basis: how the architecture is known.
@@ -86,7 +85,6 @@ class ModelSource:
 
     @property
     def family(self) -> str:
-        """Name of the model family."""
         return FAMILIES[self.architecture].name
 
 

@@ -69,7 +69,6 @@ class RunRecord:
 
     @property
     def finished(self) -> bool:
-        """Whether the run reached its end."""
         return self.exit_code == 0 and self.status == "finished"
 
 

@@ -13,7 +13,7 @@ from roll.configs.compat import Tree
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import scoring_role
-from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
 from roll.tools.rehearse.batches import (
@@ -135,7 +135,7 @@ class Rehearsal:
 
 def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehearsal:
     """The run in miniature of a loaded configuration, which is not modified. Reads no file and starts nothing."""
-    placement = shrink_layouts(rehearsed_roles(config))
+    placement = shrink_layouts(config.device_roles())
     edit = _Edit(config)
     _shrink_run(edit, folder, steps)
     _shrink_models(edit, inputs)
@@ -162,11 +162,6 @@ def shrink(config: BaseConfig, inputs: Inputs, folder: str, steps: int) -> Rehea
         if value is not None and value < least:
             edit.set(tuple(path.split(".")), least, "the processes share a few cores")
     return Rehearsal(edit.tree, edit.changes, placement)
-
-
-def rehearsed_roles(config: BaseConfig) -> dict[str, RoleConfig]:
-    """The roles of a recipe that a rehearsal runs: all that own devices."""
-    return config.device_roles()
 
 
 class _Edit:
@@ -247,7 +242,7 @@ def _shrink_models(edit: _Edit, inputs: Inputs) -> None:
     config = edit.config
     main = config.actor_train.model_args.model_name_or_path or ""
     edit.set(("pretrain",), inputs.models[main], inputs.reasons.get("model", "a small random model"), before=main)
-    for role in rehearsed_roles(config):
+    for role in config.device_roles():
         path = (role, "model_args", "model_name_or_path")
         name = edit.value(path)
         if name == main:
@@ -415,7 +410,7 @@ def _shrink_training(edit: _Edit, config: BaseConfig, batch: Batch, steps: int) 
             path = (role, "training_args", "warmup_steps")
             edit.set(path, max(1, min(share, steps)), "the same share of a short run")
     length = edit.tree.get("sequence_length") or edit.tree["prompt_length"] + edit.tree["response_length"]
-    for role in rehearsed_roles(config):
+    for role in config.device_roles():
         for key in ("max_tokens_per_microbatch_in_train", "max_tokens_per_microbatch_in_infer"):
             limit = edit.value((role, key))
             if limit:

@@ -56,7 +56,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `roll show` and returns its exit code."""
     return show(arguments.run, Options(arguments.step, arguments.group, arguments.limit, arguments.html))
 
 
@@ -105,12 +104,10 @@ def write_page(view: RenderableType, file: Path) -> None:
 
 
 def token_numbers(ids: Sequence[int]) -> str:
-    """Token ids as text, for runs without a tokenizer."""
     return " ".join(str(token) for token in ids)
 
 
 def _standard_output() -> Console:
-    """Standard output; characters that its encoding lacks are escaped."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     return make_console()

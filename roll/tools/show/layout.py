@@ -38,14 +38,7 @@ OBSERVATION, MODEL, CHANGED = "cyan", "green", "bold reverse"
 
 
 def step_view(step: int, groups: Sequence[SampleGroup], limit: int | None, decode: Decode) -> RenderableType:
-    """Samples of a step, group by group.
-
-    Args:
-        step: number of the step, for the header.
-        groups: groups to show.
-        limit: most samples over all groups; None for all.
-        decode: decodes responses; the texts of trajectories are in the dump.
-    """
+    """Samples of a step, group by group, at most `limit` over all groups."""
     total = sum(len(group.samples) for group in groups)
     noun = "sample" if any(sample.episode is None for group in groups for sample in group.samples) else "trajectory"
     head = f"step {step}: {format_count(total, noun)} in {format_count(len(groups), 'group')}\n"

@@ -18,9 +18,7 @@ from roll.trackers.files import RUN_FILE, read_samples
 class RunDump:
     """Where a run wrote its samples.
 
-    Attributes:
-        folder: one file per step.
-        model: folder of the trained model with its tokenizer; None if the configuration has none.
+    `folder` has one file per step, `model` is the folder of the trained model, or None.
     """
 
     folder: Path
@@ -31,12 +29,7 @@ class RunDump:
 class Turn:
     """One observation and the model's answer.
 
-    Attributes:
-        observation: text of the environment before the answer.
-        text: the answer.
-        reward: of the environment for the answer.
-        versions: weight versions that generated the answer.
-        advantage: mean over the answer's tokens if each turn was a sample; None if the trajectory was one sample.
+    `advantage` is the mean over the answer's tokens if each turn was a sample, None if the trajectory was one sample.
     """
 
     observation: str
@@ -63,13 +56,9 @@ class Sample:
     """One response or one trajectory.
 
     Attributes:
-        id: of the prompt or the trajectory.
         prompt_id: of the prompt, or of the environment and its seed.
-        ground_truth: what the reward compares the response with; None where there is none.
-        score: total reward.
         advantages: one per trained token; empty if the dump has none.
         versions: weight versions that generated it, without duplicates.
-        prompt_ids: tokens of the prompt.
         response_ids: tokens of the response, or of all answers of a trajectory.
         episode: the trajectory; None for a response.
     """
@@ -99,7 +88,6 @@ class SampleGroup:
 
     @property
     def scores(self) -> list[float]:
-        """Score of each sample."""
         return [sample.score for sample in self.samples]
 
     @property
@@ -150,12 +138,7 @@ def working_directory(run: Path, output_dir: str) -> Path:
 
 
 def choose_step(steps: Sequence[int], requested: int | None, folder: Path) -> int:
-    """The step to show: `requested`, or the last one if that is None.
-
-    Args:
-        steps: existing steps, ascending.
-        requested: step of --step.
-        folder: of the dump, for errors.
+    """The step to show: `requested`, or the last one of the ascending `steps` if that is None.
 
     Raises:
         ConfigError: there is no step yet, or not the requested one.

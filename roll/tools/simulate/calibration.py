@@ -37,11 +37,8 @@ class RunShape:
     """Devices and batch of a run.
 
     Attributes:
-        train_devices: devices for training.
-        engines: number of engines.
         slots: requests that one engine runs at a time.
         samples: per training step.
-        ratio: `async_generation_ratio`.
         critic_apart: a critic works at the same time as actor_train, on its own devices.
     """
 
@@ -128,11 +125,7 @@ class Measurements:
 
 
 def read_run(folder: Path, option: str) -> Measurements:
-    """Reads the measurements of a run from its metrics.jsonl and run.json.
-
-    Args:
-        folder: `output_dir` of the run.
-        option: command-line option that named the run, for errors.
+    """Reads the measurements of a run from its metrics.jsonl and run.json; errors name the `option` with its folder.
 
     Raises:
         ConfigError: the folder is not that of a reinforcement learning run with at least one step.

@@ -110,7 +110,6 @@ def response_length(text: str) -> tuple[float, float]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `roll simulate` and returns its exit code."""
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     return simulate_config(arguments.config, arguments.overrides, options, as_json=arguments.json)
 

@@ -36,9 +36,7 @@ class CostModel:
     time in proportion to samples and in inverse proportion to devices.
 
     Attributes:
-        config: configuration to simulate.
         measured: measurements of a synchronous run.
-        speed: of an engine.
         lengths: response lengths in tokens.
         newer: see `Scenario`.
         overhead: seconds of a step on the driver.
@@ -123,13 +121,8 @@ def fit_cost_model(
 ) -> CostModel:
     """Fits the engines' speed and the driver's overhead so that simulating the measured run gives its step time.
 
-    Args:
-        config: configuration to simulate.
-        measured: measurements of a synchronous run.
-        platform: `cpu` or `cuda`.
-        doubling_batch: batch at which a decode iteration takes twice as long as with an empty batch; None fits it to
-            the measured steps, or uses DEFAULT_DOUBLING_BATCH.
-        seed: for the order of response lengths.
+    At `doubling_batch` requests a decode iteration takes twice as long as with none; None fits it to the steps measured
+    in a synchronous run, or uses DEFAULT_DOUBLING_BATCH.
     """
     shape = measured.shape
     limit = max(float(config.response_length or 0), measured.max_length)
@@ -161,9 +154,7 @@ def _overhead(measured: Measurements) -> float:
 def fit_slowdown(model: CostModel, run: Measurements) -> CostModel:
     """The model with the slowdown that gives the step time of a run with overlap, found by bisection.
 
-    Args:
-        model: fitted to a synchronous run.
-        run: measurements with a ratio above 0, of the same configuration except for ratio and devices.
+    The run has a ratio above 0, and the configuration of the model except for ratio and devices.
     """
     low, high = SLOWDOWN_RANGE
     target = run.times.step or 0.0
@@ -184,13 +175,6 @@ def response_lengths(mean: float, longest: float, batch: int, limit: float, seed
 
     Their spread is the one at which the longest of `batch` responses is typically `longest`: with z the normal quantile
     of that rank, longest / mean = exp(sigma * z - sigma^2 / 2). If mean and longest are equal, so are all lengths.
-
-    Args:
-        mean: mean response length.
-        longest: typical length of the longest response of a batch.
-        batch: responses of a batch.
-        limit: length at which a response is cut.
-        seed: for the order.
 
     Raises:
         ValueError: not 1 <= mean <= longest, or mean > limit.

@@ -51,15 +51,7 @@ def _entry(candidate: Candidate) -> dict[str, Any]:
 def print_prediction(
     prediction: Prediction, model: CostModel, notes: list[str], title: str, file: TextIO | None = None
 ) -> None:
-    """Prints the configured run, all candidates, the recommendation and the assumptions.
-
-    Args:
-        prediction: of `predict`.
-        model: that it was made with.
-        notes: on assumptions.
-        title: name of the run.
-        file: to print to; standard output if None.
-    """
+    """Prints the configured run, all candidates, the recommendation and the assumptions."""
     console = make_console(file)
     console.print(f"{title}: simulation", style="bold", markup=False)
     console.print(_configured_table(prediction.configured))

@@ -50,9 +50,6 @@ class Candidate:
     """One split and ratio with its simulated outcome.
 
     Attributes:
-        split: devices of each side.
-        ratio: `async_generation_ratio`.
-        outcome: of the simulation.
         generate_seconds: one batch on these engines when nothing else runs.
         train_seconds: log-probs and training on these devices when nothing else runs.
     """
@@ -69,12 +66,9 @@ class Prediction:
     """Result of `predict`.
 
     Attributes:
-        devices: number of devices of both sides.
         generate_seconds: G, one batch with engines on all devices.
         train_seconds: T, log-probs and training on all devices.
-        configured: the configured split and ratio.
         candidates: all candidates, the configured one included, fastest first.
-        best: the candidate to use.
     """
 
     devices: int
@@ -145,12 +139,10 @@ def check_size(config: RLConfig) -> None:
 
 
 def all_devices(config: RLConfig) -> set[int]:
-    """Devices of training and generation."""
     return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
 
 
 def configured_split(config: RLConfig) -> Split:
-    """The split of the configuration."""
     train, infer = config.actor_train.device_mapping, config.actor_infer.device_mapping
     return Split(len(train), len(infer), shared=set(train) == set(infer))
 

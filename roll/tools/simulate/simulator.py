@@ -158,7 +158,6 @@ class SimulatedEngine:
 
     @property
     def active(self) -> bool:
-        """Whether any request runs."""
         return bool(self._running)
 
     def submit(self, request: int, tokens: float, version: int = 0) -> None:
@@ -166,7 +165,6 @@ class SimulatedEngine:
         self._order.add(version, (request, tokens))
 
     def advance(self, now: float) -> None:
-        """Generates until time `now`."""
         if self._running and not self.paused:
             self._iterations += (now - self._now) / (self._speed.iteration(len(self._running)) * self.stretch)
         self._now = now
@@ -279,7 +277,6 @@ class _Simulation:
     # Generation
 
     def _submit(self) -> None:
-        """Submits all admissible prompts, each with all of its samples to one engine."""
         scenario, used = self._scenario, set()
         for request in self._admission.submit(self._admission.admissible()):
             self._unfinished[request.number] = scenario.samples_per_prompt

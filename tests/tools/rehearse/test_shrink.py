@@ -17,7 +17,7 @@ from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.rewards.llm_judge import grade_in
 from roll.tools.rehearse.data import fewest_actions
 from roll.tools.rehearse.layouts import MAX_ENGINES, MAX_SLOTS
-from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, rehearsed_roles, shrink
+from roll.tools.rehearse.shrink import LONGEST, SHORTEST, Inputs, Rehearsal, shrink
 from tests.configs.samples import AGENTIC, MODEL, RECIPES, RLVR, SFT, recipes
 from tests.tools.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config
 
@@ -48,7 +48,7 @@ def both(tree: dict[str, Any]) -> tuple[AnyConfig, AnyConfig, Rehearsal]:
 
 def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
     """Layouts, devices and lengths of any pipeline."""
-    roles, recipes = small.device_roles(), rehearsed_roles(recipe)
+    roles, recipes = small.device_roles(), recipe.device_roles()
     assert roles.keys() == recipes.keys()
     devices = {device for role in roles.values() for device in role.device_mapping}
     assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
