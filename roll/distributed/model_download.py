@@ -12,6 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.configs.errors import RunError
+from roll.configs.hub.gguf_files import convert
 from roll.configs.hub.inputs import fetch_model, model_uris
 from roll.configs.hub.names import HubError, hub_name
 from roll.configs.pipeline import BaseConfig
@@ -76,8 +77,10 @@ def _fetch(uris: Sequence[str]) -> str:
     try:
         for uri in uris:
             name = hub_name(uri, "model")
-            assert name is not None, uri
-            fetch_model(name)
+            if name is None:
+                convert(uri, weights=True)
+            else:
+                fetch_model(name)
     except HubError as error:
         return str(error)
     return ""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from roll.configs.errors import Problem
 from roll.configs.hub.fetch import fetch
+from roll.configs.hub.gguf_files import convert, gguf_file
 from roll.configs.hub.names import (
     COMMIT,
     HubError,
@@ -85,10 +86,11 @@ def look_up(config: BaseConfig, say: Callable[[str], None] = logger.info) -> Loo
     found, hub = LookUp(), _Hub(say)
     for text, keys in model_names(config).items():
         name = hub_name(text, "model")
-        if name is None:
-            continue
         try:
-            found.downloads.append(_look_up_model(name, keys, hub))
+            if name is None:
+                convert(text, weights=False)
+            else:
+                found.downloads.append(_look_up_model(name, keys, hub))
         except HubError as error:
             found.problems.append(Problem(keys[0], str(error)))
     for role, args in data_roles(config).items():
@@ -114,11 +116,13 @@ def fetch_inputs(config: BaseConfig) -> None:
     hub = _Hub(logger.info)
     for text, keys in model_names(config).items():
         name = hub_name(text, "model")
-        if name is not None:
-            try:
+        try:
+            if name is None:
+                convert(text, weights=True)
+            else:
                 _replace_model(config, text, fetch_model(name).uri)
-            except HubError as error:
-                raise HubError(f"{keys[0]}: {error}") from error
+        except HubError as error:
+            raise HubError(f"{keys[0]}: {error}") from error
     for role, args in data_roles(config).items():
         try:
             args.file_name = [file for text in args.file_name for file in _data_files(text, role, args, hub)]
@@ -372,5 +376,5 @@ class _DataFiles:
 
 
 def model_uris(config: BaseConfig) -> Iterator[str]:
-    """The names on a hub of the models of a run, for the other nodes to fetch."""
-    return (text for text in model_names(config) if hub_name(text, "model") is not None)
+    """The models of a run that are names on a hub or GGUF files, for the other nodes to fetch or convert."""
+    return (text for text in model_names(config) if hub_name(text, "model") is not None or gguf_file(text))

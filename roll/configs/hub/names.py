@@ -225,12 +225,17 @@ def cached_folder(name: HubName) -> Path | None:
 
 
 def local_model(text: str | Path) -> Path:
-    """The folder of a model: a path as it is, a name on the hub as its folder in the cache; no network.
+    """The folder of a model: a path as it is, a name on the hub or a GGUF file as its folder in the cache; no network.
 
     A name that is not in the cache is returned as a path, which does not exist.
     """
+    from roll.configs.hub.gguf_files import converted_folder, gguf_file
+
     name = hub_name(str(text), "model")
-    return (cached_folder(name) if name is not None else None) or Path(text)
+    if name is None:
+        file = gguf_file(text)
+        return Path(text) if file is None else converted_folder(file)
+    return cached_folder(name) or Path(text)
 
 
 def local_file(text: str | Path) -> Path:
