@@ -10,6 +10,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
 from roll.configs.errors import Problem
+from roll.configs.hub.generated import held_out, is_generated
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
@@ -52,6 +53,8 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
         if section is not None and role not in OWN_MODEL_ROLES and section.model_args.model_name_or_path is None:
             section.model_args.model_name_or_path = config.pretrain
     _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
+    validation = config.validation.data_args
+    validation.file_name = [held_out(name) if is_generated(name) else name for name in validation.file_name]
     if isinstance(config, RLConfig):
         _fill_in_rl(config)
     if isinstance(config, RLVRConfig):

@@ -33,6 +33,7 @@ BUILT_IN = {
     "exact_match": BuiltIn("roll.rewards.answers:exact_match", truth=(str, int, float, list)),
     "regex": BuiltIn("roll.rewards.answers:regex"),
     "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward", truth=()),
+    "reasoning_gym": BuiltIn("roll.rewards.reasoning_gym:reasoning_gym_reward", truth=()),
     "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", 60.0, max_concurrent_calls=1, truth=()),
     "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
     "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer", truth=()),

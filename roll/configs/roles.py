@@ -139,7 +139,8 @@ class DataArguments:
         factory=list,
         parse=one_or_many,
         help="JSONL or parquet files, folders of a dataset, or datasets on the hub: `owner/name`, "
-        "`owner/name@revision`, `hf://datasets/owner/name/path`. A single name is taken as a list of one.",
+        "`owner/name@revision`, `hf://datasets/owner/name/path`; or questions that reasoning-gym generates: "
+        "`reasoning_gym:NAME?option=value`. A single name is taken as a list of one.",
         only_for=FILES_READ,
     )
     subset: str | None = option(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from roll.configs.errors import Problem
 from roll.configs.hub.fetch import fetch
+from roll.configs.hub.generated import generate, is_generated
 from roll.configs.hub.gguf_files import convert, gguf_file
 from roll.configs.hub.names import (
     COMMIT,
@@ -95,9 +96,12 @@ def look_up(config: BaseConfig, say: Callable[[str], None] = logger.info) -> Loo
             found.problems.append(Problem(keys[0], str(error)))
     for role, args in data_roles(config).items():
         for text in args.file_name:
-            if hub_name(text, "dataset") is None:
+            if hub_name(text, "dataset") is None and not is_generated(text):
                 continue
             try:
+                if is_generated(text):
+                    generate(text)
+                    continue
                 data = _DataFiles.find(text, role, args, hub)
             except HubError as error:
                 found.problems.append(Problem(f"{role}.data_args.file_name", str(error)))
@@ -263,7 +267,9 @@ def _explain(name: HubName, error: HubError, lacking: Sequence[str]) -> str:
 
 
 def _data_files(text: str, role: str, args: DataArguments, hub: _Hub) -> list[str]:
-    """The files that an entry of `file_name` stands for, those of a hub fetched."""
+    """The files that an entry of `file_name` stands for, those of a hub fetched, generated rows written."""
+    if is_generated(text):
+        return [str(generate(text))]
     if hub_name(text, "dataset") is not None:
         return _DataFiles.find(text, role, args, hub).fetched()
     return folder_files(Path(text), role, args) if os.path.isdir(text) else [text]

@@ -239,7 +239,11 @@ def local_model(text: str | Path) -> Path:
 
 
 def local_file(text: str | Path) -> Path:
-    """A data file: a path as it is, a file of a dataset on the hub as its copy in the cache; no network."""
+    """A data file: a path as it is, a file of a hub or generated rows as their copy in the cache; no network."""
+    from roll.configs.hub.generated import Generated, is_generated
+
+    if is_generated(str(text)):
+        return Generated.parse(str(text)).file
     name = hub_name(str(text), "dataset")
     folder = cached_folder(name) if name is not None else None
     return folder / name.path if folder is not None and name is not None else Path(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.errors import Report, either, similar_path, unreachable
+from roll.configs.hub.generated import is_generated
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
 from roll.configs.hub.splits import READABLE
@@ -53,7 +54,7 @@ def check_files(config: BaseConfig, report: Report) -> None:
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
-            if hub_name(name, "dataset") is not None:
+            if hub_name(name, "dataset") is not None or is_generated(name):
                 continue  # `roll.configs.hub.inputs` looks it up
             if os.path.isdir(name):
                 _check_dataset_folder(name, role, config, report)
