@@ -31,6 +31,7 @@ BASE += (
     "huggingface-hub",
     "httpx",
     "filelock",
+    "gguf",
     "rich",
     "tensorboard",
     "matplotlib",
@@ -70,6 +71,7 @@ setup(
         "dev": pinned(
             "dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml"
         ),
+        "reasoning-gym": pinned("dev.txt", "reasoning-gym"),
         "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny"),
         "docs": pinned("cpu.txt", "matplotlib"),
     },
