@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONAL = {"transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow"}
+OPTIONAL = {"reasoning_gym", "transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow"}
 """Accelerators that are detected, a hub that is asked for, and trackers of the extra `trackers`; never required."""
 
 

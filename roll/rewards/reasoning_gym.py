@@ -19,7 +19,7 @@ _SUM = {COLUMN: '{"answer": "5", "metadata": {"source_dataset": "chain_sum"}}'}
 SELF_TEST: SelfTest = (("<answer> 5 </answer>", _SUM, True), (r"\boxed{6}", _SUM, False))
 
 
-def reasoning_gym_reward(response: str, row: Mapping[str, Any], config: RewardConfig) -> float:
+def reasoning_gym_reward(response: str, ground_truth: str, row: Mapping[str, Any], config: RewardConfig) -> float:
     r"""The score of the dataset for the answer of a response, from `wrong_score` (its 0) to `correct_score` (its 1).
 
     The answer is the content of the last `<answer>` or else of the last `\boxed{}`, or the whole response without
@@ -28,16 +28,19 @@ def reasoning_gym_reward(response: str, row: Mapping[str, Any], config: RewardCo
 
     Args:
         response: the decoded response.
+        ground_truth: the item as JSON, with `answer` and `metadata`. Unused if the row has the column `reasoning_gym`.
         row: the column `reasoning_gym`, which rows of `file_name: reasoning_gym:NAME` have.
         config: `correct_score` and `wrong_score` are used.
 
     Raises:
         ValueError: the row is not from reasoning-gym.
     """
-    if not isinstance(row.get(COLUMN), str):
-        raise ValueError(f"the row has no column {COLUMN}; use data of file_name: reasoning_gym:NAME")
-    item = json.loads(row[COLUMN])
-    score = _scorer(item["metadata"]["source_dataset"])(answer_of(response), item)
+    try:
+        item = json.loads(row.get(COLUMN, ground_truth))
+        name = item["metadata"]["source_dataset"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"the row has no item in column {COLUMN}; use file_name: reasoning_gym:NAME") from None
+    score = _scorer(name)(answer_of(response), item)
     return config.share_score(float(score))
 
 

@@ -131,6 +131,7 @@ def stand_in_rows(
 STAND_IN_TRUTHS = {
     "multiple_choice": "A",
     "ifeval": '{"func_name": "validate_no_commas"}',
+    "reasoning_gym": '{"answer": "3", "metadata": {"source_dataset": "chain_sum"}}',
     "code_sandbox": '{"inputs": ["1 2"], "outputs": ["3"]}',
 }
 """Ground truths in the format of built-in rewards that do not compare with an answer."""
