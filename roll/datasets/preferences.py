@@ -62,11 +62,8 @@ def read_preference(record: Record, data_args: DataArguments) -> Preference:
     if before and before_rejected and before != before_rejected:
         record.fail(f"columns {data_args.chosen!r} and {data_args.rejected!r} answer different messages")
     asked = question(record, data_args, before or before_rejected)
-    if (
-        asked.messages
-        and asked.messages[-1]["role"] == "assistant"
-        and asked.messages[-1]["content"] in (chosen, rejected)
-    ):
+    last = asked.messages[-1] if asked.messages else {"role": "user"}
+    if last["role"] == "assistant" and last["content"] in (chosen, rejected):
         record.fail("the prompt ends with a message of the assistant that is one of the answers; leave it out")
     return Preference(record_id(record, data_args), asked, chosen, rejected)
 

@@ -73,7 +73,8 @@ def _run(
         report.errors += found.errors
         report.warnings += found.warnings
     except TimeoutError:
-        report.error("", f"{doing} took longer than {limit_s:g} s; correct the chat template")
+        fix = "; correct the chat template" if task is _with_limit else ""
+        report.error("", f"{doing} took longer than {limit_s:g} s{fix}")
     except ProcessExpired as death:
         report.error("", f"{doing} ended its process with exit code {death.exitcode}, as it does out of memory")
     except Exception as error:  # of the tokenizers library, which raises nothing more specific

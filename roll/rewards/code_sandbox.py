@@ -128,8 +128,8 @@ def program_in(response: str, config: RewardConfig, tests: Tests | None = None) 
     """The program of a response; None if there is none.
 
     It is the last block of code that is marked as Python, else the last that is not marked. If the tests use names, a
-    block that defines one comes before others. With
-    `code_from: whole` the program is the whole response. What precedes `</think>` does not count.
+    block that defines one comes before others. With `code_from: whole` the program is the whole response. What precedes
+    `</think>` does not count.
     """
     text = without_reasoning(response)
     if config.code_from == "whole":
@@ -138,12 +138,11 @@ def program_in(response: str, config: RewardConfig, tests: Tests | None = None) 
     marked = [code for language, code in blocks if PYTHON.fullmatch(language)]
     unmarked = [code for language, code in blocks if not language]
     names = _names_in(tests) if tests is not None and len(marked) + len(unmarked) > 1 else set()
-    defining = [[code for code in codes if _defines(code, names)] for codes in (marked, unmarked)]
+    defining = [
+        [code for code in codes if any(names.intersection(found) for found in DEFINED.findall(code))]
+        for codes in (marked, unmarked)
+    ]
     return next((codes[-1] for codes in (*defining, marked, unmarked) if codes), None)
-
-
-def _defines(code: str, names: set[str]) -> bool:
-    return any(names.intersection(each) for each in DEFINED.findall(code)) if names else False
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:

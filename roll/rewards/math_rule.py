@@ -99,12 +99,10 @@ def _formulas(text: str) -> Iterator[tuple[int, str]]:
     """The end and the content of each formula; of aligned lines, what follows the last sign of equality."""
     opened = 0
     for match in FORMULA.finditer(text):
-        content = match[1] or match[2]
-        if content is None and match[0] in (r"\[", r"\("):
+        if match[0] in (r"\[", r"\("):
             opened = match.end()
             continue
-        if content is None:
-            content = text[opened : match.start()]
+        content = match[1] or match[2] or text[opened : match.start()]
         if r"\begin{a" in content:
             content = content.rpartition("=")[2].partition(r"\end")[0]
         yield match.end(), content.strip()
