@@ -262,18 +262,25 @@ def _check_held_out(config: BaseConfig, questions: dict[str, set[str]], report: 
     if "validation" not in config.data_roles():
         return
     train, val = (
-        {(local_file(name).resolve(), args.subset, args.split) for name in args.file_name}
-        for args in (config.actor_train.data_args, config.validation.data_args)
+        {_source(name, role, config) for name in getattr(config, role).data_args.file_name}
+        for role in ("actor_train", "validation")
     )
     both, text = questions["actor_train"] & questions["validation"], ""
     if train & val:
-        text = f"{min(train & val, key=str)[0]} is trained on too, so its score is not of unseen prompts"
+        text = f"{min(train & val)[0]} is trained on too, so its score is not of unseen prompts"
     elif both:
         text = (
             f"{len(both):,} of {len(questions['validation']):,} prompts are in the training data too; remove them there"
         )
     if text:
         report.warn("validation.data_args.file_name", text)
+
+
+def _source(name: str, role: str, config: BaseConfig) -> tuple[str, ...]:
+    """A file, or a dataset with its subset and split: without a split, those of training and validation differ."""
+    args = getattr(config, role).data_args
+    file = local_file(name)
+    return (str(file.resolve()),) if file.is_file() else (name, args.subset or "", args.split or role)
 
 
 def _report_broken(path: str, file: Path, errors: Sequence[DatasetError], report: Report) -> None:

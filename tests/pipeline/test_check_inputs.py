@@ -132,6 +132,14 @@ def test_validation_on_training_prompts_is_a_warning(folder: Path, names: tuple[
         assert ("is trained on too, so its score is not of unseen prompts" in found) == (names[1] != "other")
 
 
+@pytest.mark.parametrize(("split", "same"), [("null", False), ("train", True)])
+def test_a_dataset_by_name_is_validated_on_another_split(folder: Path, split: str, same: bool) -> None:
+    given = [f"{role}.data_args.file_name=owner/name" for role in ("actor_train", "validation")]
+    given += ["actor_train.data_args.split=train", f"validation.data_args.split={split}", "eval_steps=3"]
+    found = "\n".join(warnings(check_inputs(config(folder, *given))))
+    assert ("owner/name is trained on too" in found) == same
+
+
 def test_a_ground_truth_is_asked_for_only_by_functions_that_read_it(folder: Path) -> None:
     data = jsonl(folder, row(1, ground_truth={"target": ["a"]}), {"id": 2, "prompt": "1+1="}, name="mixed.jsonl")
     given = f"actor_train.data_args.file_name={data}"
