@@ -124,6 +124,8 @@ class Rehearser:
         if view is not None:
             console.print("", view)
         verdict = "every part was exercised" if summary["passed"] else "not every part was exercised"
+        lost = [f"{text} ({finding.name})" for finding in made for text in finding.not_exercised]
+        verdict += f", except {', '.join(lost)}" if lost else ""
         self.say(f"{verdict}; the run is in {self.out}: {CONFIG_FILE}, {REPORT_FILE}, {CONSOLE_LOG}, run/")
         return 0 if summary["passed"] else 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich import box
@@ -43,11 +43,12 @@ VALUE_WIDTH = 60
 
 @dataclass(frozen=True)
 class Finding:
-    """One part of the recipe: whether it was exercised, and what was seen."""
+    """One part of the recipe: whether it was exercised, what was seen, and what of it a rehearsal cannot exercise."""
 
     name: str
     passed: bool
     detail: str
+    not_exercised: list[str] = field(default_factory=list)
 
 
 def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Finding]:
@@ -93,8 +94,11 @@ def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
         shape = f"Megatron TP{layout.tensor} PP{layout.pipeline} DP{layout.data}"
         shape += ", sequence parallel" if megatron.sequence_parallel and layout.tensor > 1 else ""
     others = [name for name, own in placement.devices.items() if name != role and own == placement.devices[role]]
-    shared = f"; shares its devices with {' and '.join(others)}" if others else ""
-    return Finding(role, True, "; ".join([f"{shape}{shared}", *(f"not exercised: {text}" for text in lost)]))
+    shared = f"; shares its devices here with {' and '.join(others)}" if others else ""
+    own = {*section.device_mapping}
+    apart = [name for name in others if not own & {*getattr(recipe, name).device_mapping}]
+    lost += [f"devices apart from {' and '.join(apart)}"] if apart else []
+    return Finding(role, True, f"{shape}{shared}", lost)
 
 
 def _steps(small: BaseConfig, run: RunRecord) -> Finding:
@@ -154,8 +158,8 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
             continue
         values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
         detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
-        detail += "; not exercised: grade_pattern" if scoring_role(small.rewards[name]) == "judge" else ""
-        made.append(Finding(f"reward {name}", True, detail))
+        lost = ["grade_pattern"] if scoring_role(small.rewards[name]) == "judge" else []
+        made.append(Finding(f"reward {name}", True, detail, lost))
     return made
 
 
@@ -215,7 +219,8 @@ def tables(made: Sequence[Finding], changes: Sequence[Change]) -> RenderableType
         exercised.add_column(column, overflow="fold")
     for finding in made:
         mark = Text("ok", "green") if finding.passed else Text("NO", "bold red")
-        exercised.add_row(mark, Text(finding.name), Text(finding.detail))
+        lost = [f"not exercised: {text}" for text in finding.not_exercised]
+        exercised.add_row(mark, Text(finding.name), Text("; ".join([finding.detail, *lost])))
     by_reason: dict[str, list[Change]] = {}
     for change in changes:
         by_reason.setdefault(change.reason, []).append(change)

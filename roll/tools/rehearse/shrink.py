@@ -10,6 +10,7 @@ from typing import Any
 from roll.configs.advantages import SCORED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
+from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import scoring_role
@@ -245,7 +246,7 @@ def _shrink_models(edit: _Edit, inputs: Inputs) -> None:
     for role in config.device_roles():
         path = (role, "model_args", "model_name_or_path")
         name = edit.value(path)
-        if name == main:
+        if name == main and role not in OWN_MODEL_ROLES:
             edit.drop(path)
         elif name in inputs.models:
             edit.set(path, inputs.models[name], "a small random model")

@@ -155,6 +155,21 @@ def test_what_was_not_exercised_is_named(rehearsed: Any, records: list[RunRecord
     assert not summary_of(list(found.values()), [], 1.0)["passed"]
 
 
+def test_devices_that_are_shared_only_here_are_not_exercised(tmp_path: Path) -> None:
+    judge = {"device_mapping": [6, 7], "model_args": {"model_name_or_path": MODEL}}
+    tree = yaml.safe_load(RLVR) | {"rewards": {"llm_judge": {}}, "judge": judge}
+    tree["actor_train"]["device_mapping"], tree["actor_infer"]["device_mapping"] = "0-7", "0-5"
+    recipe = build_config(tree | {"async_generation_ratio": 0})
+    data = write(tmp_path, '{"prompt": "1+1=", "ground_truth": "2"}\n', "rows.jsonl")
+    inputs = Inputs({MODEL: write_small_config(tmp_path / "model")}, {"actor_train": [str(data)]})
+    made = shrink(recipe, inputs, str(tmp_path / "run"), 2)
+    small = build_config(made.tree)
+    found = {each.name: each for each in findings(recipe, small, made.placement, [record()])}
+    assert found["judge"].not_exercised == ["devices apart from actor_infer"]
+    assert found["actor_train"].not_exercised == []
+    assert "not exercised: devices apart from actor_infer" in printed(tables(list(found.values()), []))
+
+
 def test_an_unverified_weight_update_is_named(rehearsed: Any) -> None:
     lines = [line | {"weight_update/verified": float(line["step"] != 1)} for line in record().lines]
     assert not rehearsed(record(lines=lines), record())["weight updates"].passed

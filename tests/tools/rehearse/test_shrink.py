@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.rewards.llm_judge import grade_in
@@ -226,6 +227,14 @@ def test_a_judge_keeps_its_engines_and_its_question_and_grades_with_the_digits_o
     assert (judge.function, judge.prompt_template) == (before.function, before.prompt_template)
     assert grade_in("a7b3.", judge) == pytest.approx(3 / 9)
     assert "rewards.llm_judge.grade_pattern" in [change.path for change in made.changes]
+
+
+@pytest.mark.parametrize("role", OWN_MODEL_ROLES)
+def test_a_role_that_never_takes_pretrain_keeps_a_model_of_the_same_name(role: str) -> None:
+    reward = {"judge": "llm_judge", "reward": "reward_model"}[role]
+    own = {"device_mapping": [24], "model_args": {"model_name_or_path": "some/model"}}
+    tree = yaml.safe_load(RLVR) | {"pretrain": "some/model", "rewards": {reward: {}}, role: own}
+    assert rehearse(build_config(tree)).tree[role]["model_args"]["model_name_or_path"] == model("some/model")
 
 
 def test_scores_of_a_group_differ_by_the_lengths_of_responses() -> None:
