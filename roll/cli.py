@@ -168,6 +168,7 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             logger.warning("%s", warning)
         try:
             fetch_inputs(loaded)
+            logger.info("trying data, tokenizers, rewards and environments")
             for remark in check_user_inputs(loaded, may_miss=False).warnings:
                 logger.warning("%s", remark)
         except (ConfigError, RunError):

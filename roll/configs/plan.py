@@ -466,9 +466,10 @@ def print_plan(
 
 def _print_list(console: Console, title: str, style: str, lines: Sequence[str]) -> None:
     console.print(title, style=style)
-    wrap = TextWrapper(console.width, "  - ", "    ", break_long_words=False, break_on_hyphens=False)
+    wrap = TextWrapper(console.width, "    ", "    ", break_long_words=False, break_on_hyphens=False)
     for line in lines:
-        console.print("\n    ".join(map(wrap.fill, line.splitlines())), markup=False, soft_wrap=True)
+        text = "\n".join(map(wrap.fill, line.splitlines()))
+        console.print(f"  - {text.lstrip()}", markup=False, soft_wrap=True)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

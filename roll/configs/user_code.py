@@ -6,6 +6,7 @@ import importlib
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -24,6 +25,9 @@ MAX_MESSAGE_LENGTH = 500
 
 NOTICE_S = 10.0
 """A trial of the user's code that takes longer is announced: some code takes long, other code hangs."""
+
+PLACE = re.compile(r"\S+\.py:\d+: ")
+"""How an error begins that names the place in the user's code itself."""
 
 OWN_FOLDER = str(Path(__file__).resolve().parents[1]) + os.sep
 """Folder of this package; its frames are not the user's."""
@@ -104,6 +108,9 @@ def failure_text(error: BaseException, called: Any = None) -> str:
     frame = users_frame(error)
     if frame is not None:
         return _at(frame.filename, frame.lineno or 1, message)
+    text = message.removeprefix(f"{type(error).__name__}: ")
+    if PLACE.match(text):
+        return text
     return f"{definition_of(called)}: {message}".removeprefix(": ")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -342,3 +343,10 @@ def test_neighbouring_devices_of_the_same_roles_are_one_row_and_no_name_is_cut(t
     assert "megatron_train" in printed and "\u2026" not in printed
     words = " ".join(printed.split())
     assert all(warning in words for warning in plan.warnings)
+
+
+def test_an_item_of_several_lines_has_one_bullet(tmp_path: Path) -> None:
+    plan = replace(make_plan(rlvr(tmp_path), SERVER), stops=["env.py:3: TypeError: no\n    return 1\n    tried", "b"])
+    text = StringIO()
+    print_plan(plan, text)
+    assert "  - env.py:3: TypeError: no\n        return 1\n        tried\n  - b\n" in text.getvalue()
