@@ -5,38 +5,21 @@ Every step is linear in the length of an answer, and no number is evaluated whos
 
 from __future__ import annotations
 
-import random
+import operator
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 from mpmath import mp
+
+from roll.rewards.math_values import DEEPEST_ANSWER, TooLongError, apply, equal, evaluated, real
 
 LONGEST_ANSWER = 2_000
 """Characters of an answer that is compared; more where the ground truth is as long."""
 
-DEEPEST_ANSWER = 60
-"""Brackets inside of each other in an answer that is compared."""
-
 MOST_PAIRS = 2_500
 """Pairs of items of two sets that are compared; items that are written alike are not counted."""
-
-MOST_BITS = 30_000
-"""Size of a number that is evaluated, as the exponent of its power of two."""
-
-DIGITS, COMPARED_DIGITS, POINTS = 100, 60, 3
-"""Digits of an evaluation, digits that must be equal, and values that each letter gets."""
-
-
-class TooLongError(ValueError):
-    """An answer is too long, too deep or too large a number to be compared."""
-
-
-class _Unknown(ValueError):
-    """A text is no expression that can be evaluated."""
 
 
 def same_answer(answer: str, expected: str) -> bool:
@@ -44,8 +27,9 @@ def same_answer(answer: str, expected: str) -> bool:
 
     Numbers are compared as rationals. Where a number is expected, the answer must be a number too, not an expression
     such as `23+45` that needs evaluating; a division is one where an integer is expected. Other expressions are equal
-    if their values are, to COMPARED_DIGITS digits, at POINTS values of each letter; texts without regard to case and
-    spaces. Items of sets and lists have no order; those of tuples, intervals and matrices have one.
+    if their values are at a few rational values of each letter: rational values exactly, others up to errors of
+    rounding. Texts are compared without regard to case and spaces. Items of sets and lists have no order; those of
+    tuples, intervals and matrices have one.
 
     Raises:
         TooLongError: see LONGEST_ANSWER, DEEPEST_ANSWER, MOST_PAIRS and MOST_BITS.
@@ -54,8 +38,7 @@ def same_answer(answer: str, expected: str) -> bool:
         return True
     if len(answer) > max(LONGEST_ANSWER, len(expected)):
         raise TooLongError(f"{len(answer)} characters")
-    with mp.workdps(DIGITS):
-        return _same(_normalized(answer), _normalized(expected))
+    return _same(_normalized(answer), _normalized(expected))
 
 
 # From LaTeX to a smaller alphabet
@@ -182,22 +165,36 @@ def _same_relation(ours: list[str], by: str, theirs: list[str], expected_by: str
         if _text(ours[0]) == _text(theirs[0]):
             return _same(ours[-1], theirs[-1])
         ours, theirs, by, expected_by = [ours[0], ours[-1]], [theirs[0], theirs[-1]], by[0], expected_by[0]
-    one, other = _differences(ours, by), _differences(theirs, expected_by)
-    return one is not None and one == other
+    one, other = _ascending(ours, by), _ascending(theirs, expected_by)
+    if len(one) * len(other) > MOST_PAIRS:
+        raise TooLongError(f"chains of {len(one)} and {len(other)} relations")
+    return all(any(_proportional(each, wanted) for wanted in other) for each in one) and all(
+        any(_proportional(each, wanted) for each in one) for wanted in other
+    )
 
 
-def _differences(sides: list[str], by: str) -> set[tuple[str, tuple[Any, ...]]] | None:
-    """Each relation of a chain as one between 0 and the difference of its sides, up to a factor."""
-    found = set()
-    for left, right, relation in zip(sides, sides[1:], by, strict=False):
-        if relation in ">≥":
-            left, right, relation = right, left, {">": "<", "≥": "≤"}[relation]
-        values = _value(f"({right})-({left})")
-        if values is None or relation == "∈" or values[0] in (None, 0):
-            return None
-        factor = abs(values[0]) if relation in "<≤" else values[0]
-        found.add((relation, _rounded(tuple(None if each is None else each / factor for each in values))))
-    return found
+def _ascending(sides: list[str], by: str) -> list[tuple[str, str]]:
+    """Each relation of a chain with the equation of its sides, the smaller side first."""
+    turned = {">": "<", "≥": "≤"}
+    return [
+        (turned[relation], f"{right}={left}") if relation in turned else (relation, f"{left}={right}")
+        for left, right, relation in zip(sides, sides[1:], by, strict=False)
+    ]
+
+
+def _proportional(one: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether two relations are the same up to a factor, which is positive for inequalities."""
+    if one[0] != other[0] or "∈" in one[0] or (found := evaluated(one[1], other[1])) is None:
+        return False
+    (values, wanted), tolerance, bits = found
+    with mp.workprec(bits):
+        if None in (values[0], wanted[0]) or equal(values[0], Fraction(0), tolerance) or not wanted[0]:
+            return False
+        factor = apply(operator.truediv, values[0], wanted[0])
+        factor = abs(factor) if one[0] in "<≤" else factor
+        scaled = [None if each is None else apply(operator.mul, each, factor) for each in wanted]
+        tolerance *= (1 + real(abs(factor))) * 2**60
+        return all(equal(ours, theirs, tolerance) for ours, theirs in zip(values, scaled, strict=True))
 
 
 def _same_union(answer: str, expected: str) -> bool:
@@ -284,10 +281,11 @@ def _same_scalar(answer: str, expected: str) -> bool:
     (answer, _, unit), (expected, _, wanted_unit) = (each.partition("‡") for each in (answer, expected))
     if unit and wanted_unit and _text(unit) != _text(wanted_unit):
         return False
-    value, wanted_value = _value(answer), _value(expected)
-    if value is None or wanted_value is None:
+    if (found := evaluated(answer, expected)) is None:
         return _text(answer) == _text(expected) != ""
-    return _rounded(value) == _rounded(wanted_value)
+    values, tolerance, bits = found
+    with mp.workprec(bits):
+        return all(equal(ours, theirs, tolerance) for ours, theirs in zip(*values, strict=True))
 
 
 def _same_number(number: _Number, wanted: _Number) -> bool:
@@ -304,186 +302,3 @@ def _text(text: str) -> str:
     text = re.sub(r"[\s{}‡]", "", text)
     text = _inside(text, "(", ")") or text
     return text.casefold() if len(text) > 1 else text
-
-
-# Values of expressions
-
-TOKEN = re.compile(r"\s*(?:(\d+\.?\d*|\.\d+)|\\([A-Za-z]+)|([A-Za-z]+)|(\S))")
-SYMBOLS = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi rho sigma tau phi varphi "
-    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega infty ell".split()
-)
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    **{name: getattr(mp, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")},
-    **{f"arc{name}": getattr(mp, f"a{name}") for name in ("sin", "cos", "tan")},
-    **{"ln": mp.log, "log": lambda x: mp.log(x) / mp.log(10), "exp": lambda x: _power(mp.e, x)},
-}
-BRACKETS = ("(", "[", "{")
-
-
-def _bounded(value: Any, bits: int = MOST_BITS) -> Any:
-    if value and abs(mp.mag(value)) > bits:
-        raise TooLongError("a number of this size")
-    return value
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    if base and abs(exponent) * (abs(mp.mag(base)) + 1) > MOST_BITS:
-        raise TooLongError("a power of this size")
-    return mp.power(base, exponent)
-
-
-def _natural(value: Any) -> Any:
-    if _bounded(value, 12) != mp.nint(value) or mp.re(value) < 0:
-        raise _Unknown("no natural number")
-    return value
-
-
-def _rounded(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Values that are equal if they differ by errors of rounding only."""
-    parts = [None if each is None else (mp.re(each), mp.im(each)) for each in value]
-    least = mp.mpf(10) ** -COMPARED_DIGITS
-    return tuple(
-        pair and tuple(mp.nstr(part, COMPARED_DIGITS) if abs(part) > least else "0" for part in pair) for pair in parts
-    )
-
-
-@lru_cache(maxsize=1024)
-def _value(text: str) -> tuple[Any, ...] | None:
-    """The value of an expression at each of POINTS values of its letters; None of a text without any."""
-    values: list[Any] = []
-    for point in range(POINTS):
-        try:
-            values.append(_Expression(text, point).value())
-        except (ZeroDivisionError, mp.NoConvergence):
-            values.append(None)
-        except _Unknown:
-            return None
-    return None if set(values) == {None} else tuple(values)
-
-
-class _Expression:
-    """Evaluates an expression from left to right, with the values that letters have at a point."""
-
-    def __init__(self, text: str, point: int) -> None:
-        self._tokens: list[tuple[str, str]] = []
-        self._at, self._depth, self._point = 0, 0, point
-        for number, command, letters, other in TOKEN.findall(text.replace("‡", " ")):
-            name = command or (letters if letters in FUNCTIONS or letters in ("pi", "sqrt") else "")
-            if number or name:
-                self._tokens.append(
-                    ("number" if number else "function" if name in FUNCTIONS else "name", number or name)
-                )
-            elif len(letters) > 3:
-                raise _Unknown(letters)
-            else:
-                self._tokens += [("letter", letter) for letter in letters] or [(other, other)]
-
-    def value(self) -> Any:
-        result = self._sum()
-        if self._kind():
-            raise _Unknown(self._kind())
-        return result
-
-    def _kind(self) -> str:
-        return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
-
-    def _take(self, *kinds: str) -> str:
-        """The next token, if it is of one of these kinds."""
-        if self._kind() not in kinds:
-            return ""
-        self._at += 1
-        return self._tokens[self._at - 1][1]
-
-    def _sum(self) -> Any:
-        result = self._product()
-        while sign := self._take("+", "-"):
-            result += self._product() * (1 if sign == "+" else -1)
-        return result
-
-    def _product(self, of_function: bool = False) -> Any:
-        """Factors with or without a sign between them; the argument of a function ends at a sign or a function."""
-        result = self._factor()
-        while True:
-            if not of_function and (sign := self._take("×", "/")):
-                factor = self._factor()
-                result = _bounded(result * factor if sign == "×" else result / factor)
-            elif (
-                self._kind() in ("number", "letter", "name", *BRACKETS)
-                or self._kind() == "function"
-                and not of_function
-            ):
-                result = _bounded(result * self._factor())
-            else:
-                return result
-
-    def _factor(self) -> Any:
-        negative = False
-        while sign := self._take("+", "-"):
-            negative ^= sign == "-"
-        result = self._base()
-        while operator := self._take("^", "!"):
-            result = mp.factorial(_natural(result)) if operator == "!" else _power(result, self._argument())
-        return -result if negative else result
-
-    def _argument(self) -> Any:
-        """What a power or a fraction applies to: one token, or an expression in brackets."""
-        return -self._base() if self._take("-") else self._base()
-
-    def _base(self) -> Any:
-        self._depth += 1
-        if self._depth > DEEPEST_ANSWER:
-            raise TooLongError("expressions inside of each other")
-        if number := self._take("number"):
-            result = mp.mpf(number)
-        elif letter := self._take("letter"):
-            result = self._letter(letter)
-        elif name := self._take("function"):
-            result = self._function(name)
-        elif name := self._take("name"):
-            result = self._named(name)
-        else:
-            result = self._in_brackets()
-        self._depth -= 1
-        return _bounded(result)
-
-    def _in_brackets(self) -> Any:
-        opening = self._take(*BRACKETS, "|")
-        if not opening:
-            raise _Unknown(self._kind())
-        result = self._sum()
-        if not self._take({"(": ")", "[": "]", "{": "}", "|": "|"}[opening]):
-            raise _Unknown(self._kind())
-        return abs(result) if opening == "|" else result
-
-    def _named(self, name: str) -> Any:
-        if name == "frac":
-            return self._argument() / self._argument()
-        if name == "binom":
-            return mp.binomial(_natural(self._argument()), _natural(self._argument()))
-        if name == "sqrt":
-            degree = self._base() if self._kind() == "[" else mp.mpf(2)
-            return _power(self._base(), 1 / degree)
-        if name == "pi":
-            return +mp.pi
-        if name not in SYMBOLS:
-            raise _Unknown(name)
-        return self._letter(name)
-
-    def _function(self, name: str) -> Any:
-        base = self._base() if name == "log" and self._take("_") else 10
-        power = self._argument() if self._take("^") else 1
-        if power == -1 and f"arc{name}" in FUNCTIONS:
-            name, power = f"arc{name}", 1
-        argument = self._base() if self._kind() in BRACKETS else self._product(of_function=True)
-        result = FUNCTIONS[name](_bounded(argument, 1000))
-        return _power(result if base == 10 else result / FUNCTIONS["log"](base), power)
-
-    def _letter(self, name: str) -> Any:
-        if self._take("_"):
-            start = self._at
-            self._base()
-            name += "".join(text for _, text in self._tokens[start : self._at] if text not in BRACKETS and text != "}")
-        if name in ("e", "i"):
-            return +mp.e if name == "e" else mp.mpc(0, 1)
-        return mp.mpf(random.Random(f"{name} {self._point}").uniform(0.5, 3)) * (-1) ** self._point

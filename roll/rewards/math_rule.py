@@ -8,7 +8,8 @@ from decimal import Decimal
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import TooLong, without_reasoning
-from roll.rewards.math_answers import TooLongError, same_answer
+from roll.rewards.math_answers import same_answer
+from roll.rewards.math_values import TooLongError
 
 BOXED = re.compile(r"\\f?boxed\s*\{")
 NUMBER = re.compile(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardFunction
-from roll.rewards.math_answers import TooLongError, same_answer
+from roll.rewards.math_answers import same_answer
 from roll.rewards.math_rule import math_reward
+from roll.rewards.math_values import TooLongError
 
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     # integers
@@ -61,6 +62,20 @@ ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     "5!": (["120", "5!"], ["5"]),
     "3+4i": (["4i+3", "3 + 4i"], ["3-4i", "5"]),
     "e^{2x}": (["e^{x}e^{x}", "(e^x)^2"], ["e^{x}", "2e^x"]),
+    # numbers that differ by little, or are small
+    "2^{2024}-1": (["4^{1012}-1", r"(2^{1012}-1)(2^{1012}+1)"], ["2^{2024}", "2^{2024}+1"]),
+    "100!": (["100 × 99!"], ["100!+1", "100!-1"]),
+    r"\binom{300}{150}": ([r"\frac{300!}{150!150!}"], [r"\binom{300}{150}-1"]),
+    r"\frac{1}{2^{1009}}": (["2^{-1009}", r"\frac{2}{2^{1010}}"], ["2^{-1010}", "-2^{-1009}", "2^{-1009}+2^{-2000}"]),
+    r"1-(\frac12)^{300}": (["1-0.5^{300}"], [r"1-(\frac13)^{300}", "1.0^{2}"]),
+    "e^{-500}": ([r"\frac{1}{e^{500}}", r"\exp(-500)"], ["e^{-600}", "-e^{-500}", r"\sqrt{2}-\sqrt{2}"]),
+    r"1-\sqrt{2}^{-2001}": ([r"1-\frac{\sqrt2}{2^{1001}}"], [r"1-\sqrt{3}^{-2001}", r"1-\frac{\sqrt2}{2^{1002}}"]),
+    r"\sqrt{10^{80}+1}-10^{40}": (
+        [r"\frac{1}{\sqrt{10^{80}+1}+10^{40}}"],
+        [r"\sqrt{10^{80}+2}-10^{40}", r"\sqrt2-\sqrt2"],
+    ),
+    "x^{1000}+x": (["x(1+x^{999})"], ["x^{1000}", "x^{1000}+1"]),
+    "x > 10^{100}": (["2x > 2 × 10^{100}"], ["x > 10^{100}-1"]),
     # letters
     "x^2-1": (["(x+1)(x-1)", "-1+x^2", "y = x^2-1", "x² − 1"], ["x^2+1", "y^2-1", "X^2-1"]),
     r"\frac{x}{2}": ([r"\frac{1}{2}x", "x/2", "0.5x"], ["2x", "2/x"]),
@@ -173,8 +188,12 @@ LATEX = st.lists(
 
 
 @given(LATEX, LATEX)
+@example("1.0.0", ".0x")
+@example(r"\log 0+x", r"\frac{x}{0}")
 def test_any_two_texts_can_be_compared(answer, truth):
     assert equal(answer, truth) in (True, False)
+    assert equal(answer, rf"{truth}+\sqrt{{2}}") in (True, False)
+    assert equal(f"x+{answer}", r"2\sqrt{2}") in (True, False)
     assert equal(truth, truth)
 
 
