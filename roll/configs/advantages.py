@@ -132,7 +132,7 @@ class CriticOptions:
         only_for=CRITIC,
     )
     critic_warmup: int = option(
-        0, "First steps, in which the critic learns and the policy does not.", ge=0, only_for=CRITIC
+        0, "First steps, in which the critic learns and the policy does not; 0 is off.", ge=0, only_for=CRITIC
     )
 
 
@@ -219,12 +219,12 @@ class AdvantageOptions:
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )
     length_penalty_per_token: float = option(
-        0.0, "Subtracted from the score of a response for each of its tokens.", ge=0, only_for=(SINGLE_TURN, SCORED)
+        0.0, "Subtracted from a score for each token of the response; 0 is off.", ge=0, only_for=(SINGLE_TURN, SCORED)
     )
     length_reward_coef: float = option(
         0.0,
         "Weight of the reward of short responses, 0.5 for the shortest to a prompt and -0.5 for the longest, where a "
-        "wrong one gains nothing (Kimi k1.5).",
+        "wrong one gains nothing (Kimi k1.5); 0 is off.",
         ge=0,
         only_for=(SINGLE_TURN, SCORED),
     )

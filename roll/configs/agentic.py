@@ -283,7 +283,7 @@ class EnvManagerConfig:
     )
     group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
     group_size_redundancy: int = option(
-        0, "Extra environments per group: the group is complete when group_size of them have finished.", ge=0
+        0, "Extra environments per group, which is complete when group_size of them have finished; 0 is off.", ge=0
     )
     tags: list[str] = option(
         factory=list,

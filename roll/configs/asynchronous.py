@@ -142,7 +142,9 @@ class AsyncTrainingConfig:
 class AsyncOptions:
     """The keys of RL pipelines for running ahead."""
 
-    async_generation_ratio: float = option(0.0, "Batches generation may run ahead; 0 is synchronous.", ge=0)
+    async_generation_ratio: float = option(
+        0.0, "Batches generation may run ahead; 0 is off, that is synchronous.", ge=0
+    )
     in_flight_policy: InFlightPolicy = option(
         "retract",
         "What requests that run at a weight update do: recompute their cache under the new weights (retract), keep "

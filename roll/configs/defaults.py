@@ -92,8 +92,9 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
         return [Problem("response_length", message)]
     if response is None and sequence is not None:
         if sequence <= prompt:
-            hint = f"leaves no room for a response after prompt_length {prompt}; use more than {prompt}"
-            return [Problem("sequence_length", f"{sequence} {hint}")]
+            hint = f"use more than {prompt}, or a smaller prompt_length"
+            message = f"{sequence} leaves no room for a response after prompt_length {prompt}; {hint}"
+            return [Problem("sequence_length", message)]
         response = sequence - prompt
     if sequence is not None and response is not None and sequence != prompt + response:
         total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"

@@ -171,13 +171,13 @@ class KLOptions:
     """KL to the reference, in the loss or in the token reward."""
 
     use_kl_loss: bool = option(False, "KL to the reference in the loss.")
-    kl_loss_coef: float = option(0.0, "Weight of the KL in the loss.", ge=0, only_for=KL_LOSS)
+    kl_loss_coef: float = option(0.0, "Weight of the KL in the loss; 0 is off.", ge=0, only_for=KL_LOSS)
     kl_loss_type: Literal["k1", "k2", "k3", "abs"] = option(
         "k3", "Estimator of the KL in the loss; k1 is refused, because its gradient is 0 on average.", only_for=KL_LOSS
     )
     add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
     init_kl_coef: float = option(
-        0.0, "Weight of the KL in the token reward; with target_kl its initial value.", ge=0, only_for=KL_REWARD
+        0.0, "Weight of the KL in the token reward; with target_kl the first; 0 is off.", ge=0, only_for=KL_REWARD
     )
     target_kl: float | None = option(
         None,
@@ -286,7 +286,7 @@ class PolicyOptions(KLOptions):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         option("seq-mean-token-mean", "How token losses become one number.")
     )
-    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus.", ge=0)
+    entropy_loss_coef: float = option(0.0, "Weight of the entropy bonus; 0 is off.", ge=0)
 
 
 @dataclass
@@ -301,14 +301,14 @@ class DPOOptions:
     )
     label_smoothing: float = option(
         0.0,
-        "Assumed share of pairs whose two responses are swapped.",
+        "Assumed share of pairs whose two responses are swapped; 0 is off.",
         ge=0,
         le=0.5,
         only_for=needs("dpo_loss_type", "only dpo_loss_type sigmoid reads it", accepts=lambda kind: kind == "sigmoid"),
     )
     length_normalized: bool = option(False, "A response counts with the mean over its tokens instead of the sum.")
     sft_loss_coef: float = option(
-        0.0, "Weight of the likelihood of the better responses, which DPO alone lets fall.", ge=0
+        0.0, "Weight of the likelihood of the better responses, which DPO alone lets fall; 0 is off.", ge=0
     )
 
 

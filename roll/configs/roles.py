@@ -106,11 +106,11 @@ class TrainingArguments:
         "Shape after warm-up: linear and cosine fall from the peak to `min_learning_rate`, which the step after "
         "max_steps would have.",
     )
-    warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
+    warmup_steps: int = option(0, "Optimizer steps of linear warm-up; 0 is off.", ge=0)
     warmup_ratio: float = option(
-        0.0, "Warm-up as a share of all optimizer steps; exclusive with warmup_steps.", ge=0, le=1
+        0.0, "Warm-up as a share of all optimizer steps, instead of warmup_steps; 0 is off.", ge=0, le=1
     )
-    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay; 0 is off.", ge=0)
     adam_beta1: float = option(0.9, "First Adam decay.", ge=0, le=1)
     adam_beta2: float = option(0.999, "Second Adam decay.", ge=0, le=1)
     adam_epsilon: float = option(1e-8, "Adam denominator offset.", gt=0)

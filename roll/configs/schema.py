@@ -218,6 +218,9 @@ TOO_LARGE = f"{{}} is too large; the largest allowed number is {LARGEST}"
 INVALID_CHARACTERS = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\u2060\ufeff\ud800-\udfff]")
 """Characters that no path and no text should have: control characters, invisible ones, and halves of characters."""
 
+MEANING = r"\b{}(:| is| turns| keeps| means| writes) [^.;,]+"
+"""The part of a key's help that says what 0 or null does, which is often what a smaller number is meant to do."""
+
 NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|\.?(inf|nan))", re.ASCII | re.IGNORECASE)
 """Texts that are read as a number: Python's `float` would take digits of every script, and underscores."""
 
@@ -230,6 +233,10 @@ SWITCHES = {"true": True, "false": False}
 
 Suggest = Callable[[str, type, Any], list[Problem]]
 """Problems for an unknown path, given the dataclass of its section and its value."""
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 class Converter:
@@ -292,7 +299,7 @@ class Converter:
             return self.overlay(value, default if isinstance(default, hint) else hint(), path)
         if origin is typing.Literal:
             same = [item for item in arguments if value == item and type(value) is type(item)]
-            return same[0] if same else self._fail(path, value, describe(hint))
+            return same[0] if same else self._fail_choice(path, value, hint)
         if origin in (typing.Union, types.UnionType):
             return self._union(value, hint, path)
         if origin is list and isinstance(value, list):
@@ -312,7 +319,7 @@ class Converter:
             converted = attempt._value(value, member, None, path)
             if member is not type(None) and not attempt.problems:
                 return converted
-        return self._fail(path, value, describe(hint))
+        return self._fail_choice(path, value, hint)
 
     def _scalar(self, value: Any, hint: type, path: str) -> Any:
         if hint is float and isinstance(value, str) and not NUMBER.fullmatch(value):
@@ -353,18 +360,27 @@ class Converter:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return
         least, above, most, below = (key.field.metadata.get(name) for name in ("ge", "gt", "le", "lt"))
+        off = re.search(MEANING.format("0" if above is None else "null"), key.field.metadata.get("help", ""))
+        advice = f" ({off[0]})" if off and 0 in (least, above) else ""
         if isinstance(value, int) and abs(value) > LARGEST:
             self._add(path, TOO_LARGE.format(reprlib.repr(value)))
         elif not math.isfinite(value):
             self._add(path, f"{value} is not a finite number")
         elif least is not None and value < least:
-            self._add(path, f"{value} is too small; the least allowed is {least}")
+            self._add(path, f"{value} is too small; the least allowed is {least}{advice}")
         elif above is not None and value <= above:
-            self._add(path, f"{value} is too small; it must be above {above}")
+            self._add(path, f"{value} is too small; it must be above {above}{advice}")
         elif most is not None and value > most:
             self._add(path, f"{value} is too large; the most allowed is {most}")
         elif below is not None and value >= below:
             self._add(path, f"{value} is too large; it must be below {below}")
+
+    def _fail_choice(self, path: str, value: Any, hint: Any) -> None:
+        """Names the only allowed value that is written alike, if there is one, or all that are allowed."""
+        literals = [each for each in (hint, *typing.get_args(hint)) if typing.get_origin(each) is typing.Literal]
+        names = ["null" if name is None else str(name) for literal in literals for name in typing.get_args(literal)]
+        like = next((name for name in names if _letters(name) == _letters(str(value))), None)
+        self._fail(path, value, f"known; did you mean {like}?" if like else describe(hint))
 
     def _fail(self, path: str, value: Any, expected: str) -> None:
         self._add(path, f"{'null' if value is None else repr(value)} is not {expected}")

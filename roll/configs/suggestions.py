@@ -26,9 +26,10 @@ NOT_SIMILAR = "no key is similar; docs/configuration.md lists all"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
-    """The known name most similar to `name`; None if no name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return close[0] if close else None
+    """The known name most similar to `name`, in any case of letters; None if no name is similar."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[close[0]] if close else None
 
 
 def suggest_for(root: type, pipelines: Mapping[str, type] | None = None) -> Callable[[str, type, Any], list[Problem]]:

@@ -8,8 +8,8 @@ import random
 import re
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessPool
@@ -46,10 +46,14 @@ class EnvTrial:
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment said in the longest episode of its trial: an observation before each action."""
+    """What an environment said in the longest episode of its trial: an observation before each action.
+
+    `failure` is that of another episode, if one failed.
+    """
 
     instruction: str
     observations: tuple[str, ...]
+    failure: str = ""
 
 
 def try_environments(
@@ -109,26 +113,45 @@ def _try(trial: EnvTrial, what: str) -> str | Played | None:
 
 
 def play(env: TextEnv) -> str | Played:
-    """Plays EPISODES episodes to their end, or for PLAY_S; the longest, or the problem with file and line."""
-    longest = Played("", ())
-    turn, until, choose = 0, time.monotonic() + PLAY_S, random.Random(0).choice
+    """Plays EPISODES episodes to their end, or for PLAY_S; the longest, or the problem with file and line.
+
+    The failure of an episode is a problem if no other one reached its end.
+    """
+    longest, failure, ended = Played("", ()), "", 0
+    until, choose = time.monotonic() + PLAY_S, random.Random(0).choice
     try:
         if not isinstance(env.instruction, str):
             return f"{definition_of(type(env).rules)}: rules returned a {type(env.instruction).__name__}, not text"
         for seed in range(EPISODES):
-            observation, _ = env.reset(seed=seed)
-            if not isinstance(observation, str):
-                return f"{definition_of(type(env).begin)}: begin returned a {type(observation).__name__}, not text"
-            observations, over = list[str](), False
-            while not over and time.monotonic() < until:
-                examples = [found[0] for found in EXAMPLE.finditer(f"{env.instruction}\n{observation}")]
-                observations.append(observation)
-                turn = len(observations)
-                observation, _, terminated, truncated, _ = env.step(choose([*ACTIONS, *examples]))
-                over = terminated or truncated
+            observations = list[str]()
+            try:
+                ended += _play_episode(env, seed, until, choose, observations)
+            except Exception as error:
+                turn = f"\n    in turn {len(observations)} of an episode" if observations else ""
+                failure = failure or failure_text(error, type(env)) + turn
             if len(observations) > len(longest.observations):
                 longest = Played(env.instruction, tuple(observations))
         env.close()
-    except BaseException as error:
-        return failure_text(error, type(env)) + (f"\n    in turn {turn} of an episode" if turn else "")
-    return longest
+    except BaseException as error:  # sys.exit, and panics of extensions in Rust
+        return failure_text(error, type(env))
+    return failure if failure and not ended else replace(longest, failure=failure)
+
+
+def _play_episode(
+    env: TextEnv, seed: int, until: float, choose: Callable[[list[str]], str], observations: list[str]
+) -> bool:
+    """Whether an episode reached its end before `until`; `observations` gets the one before each action.
+
+    Raises:
+        TypeError: `begin` returned no text.
+    """
+    observation, _ = env.reset(seed=seed)
+    if not isinstance(observation, str):
+        raise TypeError(f"begin returned a {type(observation).__name__}, not text")
+    over = False
+    while not over and time.monotonic() < until:
+        examples = [found[0] for found in EXAMPLE.finditer(f"{env.instruction}\n{observation}")]
+        observations.append(observation)
+        observation, _, terminated, truncated, _ = env.step(choose([*ACTIONS, *examples]))
+        over = terminated or truncated
+    return over

@@ -17,7 +17,7 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.errors import ConfigError, Report
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
-from roll.configs.model_config import CONFIG_NAME, UnsupportedModel
+from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, read_positions
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import (
     RewardConfig,
@@ -76,8 +76,14 @@ def check_inputs(config: BaseConfig) -> Report:
         played: dict[str, Played] = {}
         for problem in check_environments(config, played):
             report.error("", problem)
+        for path, episode in played.items():
+            if episode.failure:
+                limit = f"more than max_failure_rate {config.max_failure_rate:g} of the groups of a batch fail"
+                failure = episode.failure.splitlines()[0]
+                report.warn(path, f"failed in a part of its trial: {failure}; a run ends when {limit}")
         if (count := _token_counter(config)) is not None:
-            check_lengths(config, played, count, report)
+            positions = read_positions(local_model(config.actor_train.model_args.model_name_or_path or ""))
+            check_lengths(config, played, count, report, positions)
     names = [worker.model_args.model_name_or_path for worker in config.device_roles().values()]
     if not report.errors and any(name is not None and has_tokenizer(local_model(name)) for name in names):
         found = try_tokens(config, samples)

@@ -267,6 +267,8 @@ def finished_run(config: BaseConfig) -> str | None:
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):  # the run reports it
         return None
     message = f"the run is finished: step {state.step} of {config.max_steps}"
+    if state.step > config.max_steps:
+        return f"the run has finished step {state.step}, beyond max_steps {config.max_steps}; raise max_steps to go on"
     return f"{message}, which reached target_loss" if state.reached else f"{message}; raise max_steps to go on"
 
 

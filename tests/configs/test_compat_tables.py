@@ -116,6 +116,27 @@ def test_key_of_another_framework_names_ours(tmp_path: Path, override: str, mess
     assert message in refusal(tmp_path, override)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "base_url=http://127.0.0.1:8000/v1",
+        "rollout_function=my_agent:run",
+        "rollout_fn=my_agent:run",
+        "agent_loop=my_agent",
+        "agent_loop.name=my_agent",
+        "rollout.agent.num_workers=4",
+        "agent_cls=my_agent.Agent",
+        "--custom-generate-function-path=my_agent.generate",
+        "multi_turn=true",
+        "openai_base_url=http://127.0.0.1:8000/v1",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    ],
+)
+def test_agents_that_call_an_endpoint_are_told_of_environments(tmp_path: Path, override: str) -> None:
+    answer = refusal(tmp_path, "pipeline=agentic", override)
+    assert "TextEnv (docs/environments.md)" in answer and "did you mean" not in answer and "belongs at" not in answer
+
+
 def test_every_row_has_three_cells() -> None:
     assert [row for row in rows() if len(row) != 3] == []
 

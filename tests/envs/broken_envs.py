@@ -95,6 +95,21 @@ class LateError(Good):
         return Turn("x", 0.0)
 
 
+class SecondFails(Good):
+    """Fails in its second episode alone."""
+
+    episodes = 0
+
+    def begin(self) -> str:
+        self.episodes += 1
+        return "Go."
+
+    def act(self, text: str) -> Turn:
+        if self.episodes == 2:
+            raise ConnectionError("lost")
+        return Turn("Done.", 1.0, terminated=True)
+
+
 class NeedsWord(Good):
     """Fails with an empty text, which a model writes by ending at once."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -58,11 +59,22 @@ def test_a_hanging_environment_is_reported_after_its_deadline() -> None:
     assert time.perf_counter() - start < 30
 
 
-@pytest.mark.parametrize(("name", "turn"), [("LateError", 3), ("NeedsWord", 1), ("WrongAnswer", 1)])
-def test_episodes_are_played_to_their_end_with_empty_texts_and_the_actions_of_the_rules(name: str, turn: int) -> None:
+@pytest.mark.parametrize(("name", "turn"), [("LateError", 3), ("NeedsWord", 1)])
+def test_episodes_are_played_to_their_end_with_empty_texts(name: str, turn: int) -> None:
     problem = play(getattr(broken_envs, name)(max_steps=5))
     assert isinstance(problem, str) and problem.startswith("tests/envs/broken_envs.py:")
-    assert f"in turn {turn} of an episode" in problem or name == "WrongAnswer"
+    assert f"in turn {turn} of an episode" in problem
+
+
+def test_episodes_are_played_with_the_actions_of_the_rules() -> None:
+    problem = play(broken_envs.WrongAnswer(max_steps=50))
+    assert isinstance(problem, str) and "KeyError: '<answer>left</answer>'" in problem
+
+
+def test_a_failure_in_some_episodes_is_no_problem_but_is_kept_with_its_file_and_line() -> None:
+    played = play(broken_envs.SecondFails(max_steps=5))
+    assert isinstance(played, Played) and played.observations == ("Go.",)
+    assert re.match(r"tests/envs/broken_envs.py:\d+: ConnectionError: lost\n", played.failure)
 
 
 def test_a_slow_environment_plays_a_part_of_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,8 @@ def test_a_finished_run_is_known_before_it_starts_and_a_model_that_is_missing_is
 
     end(4)
     assert finished_run(config) == "the run is finished: step 4 of 4; raise max_steps to go on"
+    beyond = "the run has finished step 4, beyond max_steps 3; raise max_steps to go on"
+    assert finished_run(replace(config, max_steps=3)) == beyond
     of_path = {"resume_from_checkpoint": str(tmp_path / "checkpoints" / "step-000002")}
     for unfinished in ({"max_steps": 5}, {"resume_from_checkpoint": False}, {"save_hf_model": True}, of_path):
         assert finished_run(replace(config, **unfinished)) is None

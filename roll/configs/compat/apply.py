@@ -14,6 +14,7 @@ from roll.configs.compat import (
     UnsupportedKey,
     always,
     async_trainers,
+    if_off,
     roll,
     set_at,
     slime,
@@ -93,9 +94,22 @@ MOVED_VALUES = verl.MOVED_VALUES
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {**verl.RENAMED_VALUES, **vllm.RENAMED_VALUES, **roll.RENAMED_VALUES}
 """Key -> value in another framework -> value of this project with the same meaning."""
 
+AGENT_NAMES = """
+agent agent_loop* agent_cls agent_class agent_runner agent_fn agent_func* rollout_fn rollout_func* custom_rollout*
+custom_generate_function* multi_turn* workflow workflow_cls workflow_class openai_*
+""".split()
+"""Names that frameworks have for the loop of an agent, and for the endpoint that it calls."""
+
+NO_ENDPOINT = (
+    "agents that call the policy through an OpenAI-compatible endpoint are not available yet; write the loop as a "
+    "TextEnv (docs/environments.md)"
+)
+
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *verl.UNSUPPORTED_KEYS,
     *roll.UNSUPPORTED_KEYS,
+    *(UnsupportedKey(f"{section}{name}", if_off, NO_ENDPOINT) for name in AGENT_NAMES for section in ("", "rollout.")),
+    *(UnsupportedKey(name, if_off, NO_ENDPOINT, ("agentic",)) for name in ("base_url", "api_base", "api_key")),
     *(UnsupportedKey(name, always, "LoRA is off") for name in ("lora_*", "use_lora", "use_peft", "*.model.lora*")),
 )
 """Keys without a counterpart; the first matching pattern applies."""
@@ -242,6 +256,7 @@ def _unsupported_keys(name: str) -> list[UnsupportedKey]:
 
 
 def unsupported_key(path: str, pipeline: str) -> UnsupportedKey | None:
+    path = path.replace("-", "_").lstrip("_")
     items = _unsupported_keys(path.rpartition(".")[2])
     return next((item for item in items if pipeline in item.pipelines and item.matches(path)), None)
 

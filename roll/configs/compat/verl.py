@@ -197,7 +197,7 @@ NO_EFFECT = {
         *.model.use_liger *.model.use_shm *.*.use_torch_compile *.*.use_fused_kernels
         *.model.enable_activation_offload *.actor.entropy_from_* *.actor.entropy_checkpointing""",
     "engines are SGLang's, with its defaults; actor_infer.strategy_args.strategy_config has its options": """
-        *.rollout.name *.rollout.mode *.rollout.agent *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype
+        *.rollout.name *.rollout.mode *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype
         *.rollout.layered_summon *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens
         *.rollout.enforce_eager *.rollout.max_model_len *.rollout.enable_prefix_caching *.rollout.disable_log_stats""",
     "log-probs are computed in the micro-batches of training": "*.rollout.log_prob_* *.ref.log_prob_*",
@@ -223,7 +223,14 @@ def _disabled(section: Any) -> bool:
     return not (isinstance(section, dict) and section.get("enable"))
 
 
+def _single_turn(agent: Any) -> bool:
+    """Whether verl's section of agents has no loop but that of one turn."""
+    loops = ("default_agent_loop", "agent_loop_config_path")
+    return not isinstance(agent, dict) or all(agent.get(name) in (None, "single_turn_agent") for name in loops)
+
+
 UNSUPPORTED_KEYS = (
+    UnsupportedKey(f"{ROLLOUT}.agent", _single_turn, "turns are those of a TextEnv (docs/environments.md)"),
     *(
         UnsupportedKey(pattern, always, reason)
         for reason, patterns in NO_EFFECT.items()

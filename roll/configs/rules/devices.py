@@ -334,7 +334,7 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
             if name in vllm.ROLE_OPTIONS:
                 hint = f"; set {role}.{vllm.ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
-        elif value and value != "{}" and name in REFUSED and (scores <= (REFUSED[name] == RUNS_CODE)):
+        elif value and value != "{}" and name in REFUSED and (not scores or REFUSED[name] == RUNS_CODE):
             report.error(f"{path}.{name}", f"{value!r} {REFUSED[name]}; leave it out")
         elif name == "mem_fraction_static":
             _check_share(f"{path}.{name}", value, report)

@@ -153,8 +153,8 @@ def check_name(
     if name not in known:
         owner = next((key for key, names in (others or {}).items() if name in names), None)
         like = nearest(name, known)
-        hint = f"; {name} is a value of {owner}" if owner else f"; did you mean {like}?" if like else ""
-        report.error(path, f"{name!r} is not known; known: {', '.join(known)}{hint}")
+        hint = f"{name} is a value of {owner}; " if owner else f"did you mean {like}? " if like else ""
+        report.error(path, f"{name!r} is not known; {hint}known: {', '.join(known)}")
 
 
 def _check_old_log_probs(config: RLConfig, report: Report) -> None:

@@ -174,9 +174,11 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig, report: R
         stem = os.path.basename(file).removesuffix(".py")
         hint = f", here {stem}:{name}, with {stem}.py beside the YAML file" if file.endswith(".py") else ""
         known = "" if hint else f", or a built-in reward: {', '.join(BUILT_IN)}"
+        like = nearest(reward.function, BUILT_IN)
+        meant = f"did you mean {like}? " if like else ""
         report.error(
             f"{path}.function",
-            f"{reward.function!r} is not the name of a function; write module:function{hint}{known}",
+            f"{reward.function!r} is not the name of a function; {meant}write module:function{hint}{known}",
         )
     if scoring_role(reward) is not None and reward.template is not None:
         check_name(f"{path}.template", reward.template, TEMPLATES, report)

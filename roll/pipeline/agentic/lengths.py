@@ -16,11 +16,16 @@ ROUND = 128
 
 
 def check_lengths(
-    config: AgenticConfig, played: Mapping[str, Played], count: Callable[[str], int], report: Report
+    config: AgenticConfig,
+    played: Mapping[str, Played],
+    count: Callable[[str], int],
+    report: Report,
+    positions: int | None = None,
 ) -> None:
     """Warns of environments whose trajectories fill `sequence_length` before their last action.
 
-    `played` has an episode of each environment by the path of its entry, and `count` gives the tokens of a text.
+    `played` has an episode of each environment by the path of its entry, `count` gives the tokens of a text, and
+    `positions` are those of the model, if known: no longer sequence is recommended.
     """
     length = config.sequence_length or 0
     for tag, entry in config.custom_envs.items():
@@ -35,11 +40,17 @@ def check_lengths(
         later = max(count(turn_message(template, turn, text, *limits)) for turn, text in others)
         needed = first + answer + (turns - 1) * (later + answer)
         if needed > length:
-            works = -(-(needed + MARKUP * (turns + 1)) // ROUND) * ROUND
+            whole = needed + MARKUP * (turns + 1)
+            works = -(-whole // ROUND) * ROUND
+            use = f"use {min(works, positions or works)}, or less text in agent_template, or a smaller max_steps"
+            if positions is not None and whole > positions:
+                steps = 1 + (positions - first - answer - 2 * MARKUP) // (later + answer + MARKUP)
+                fewer = f", or max_steps {steps}" if steps > 0 else ""
+                longer = f" with sequence_length {positions}" if steps > 0 and length < positions else ""
+                use = f"the model has {positions} positions; use less text in agent_template{fewer}{longer}"
             fitting = max(0, min(turns, 1 + (length - first - answer) // (later + answer)))
             report.warn(
                 "sequence_length",
                 f"{length} holds {fitting} of the {turns} turns of {tag}, with about {first} tokens in the first "
-                f"message, {later} in each later one, and answers of {answer} (max_tokens_per_step); use "
-                f"{works}, or less text in agent_template, or a smaller max_steps",
+                f"message, {later} in each later one, and answers of {answer} (max_tokens_per_step); {use}",
             )
