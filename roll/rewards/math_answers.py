@@ -223,6 +223,13 @@ PLAIN = r"(?:\d+(?:\.\d*)?|\.\d+)"
 POWER = r"\^(?:\{\s*([-+]?\d{1,4})\s*\}|([-+]?\d{1,4}))"
 WORDS = "pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp"
 UNITS = "mm|cm|dm|km|ft|mi|mg|kg|lb|lbs|oz|ml|mph|kmh|hrs?|min|sec|[ap]m"
+NO_UNITS = (
+    "hundred|thousand|(?:m|b|tr)illion|dozen|squared|cubed|factorial|half|halves|thirds?|fourths?|fifths?|sixths?|"
+    "sevenths?|eighths?|ninths?|tenths?|(?:hundred|thousand|million)ths?|plus|minus|over|mod|modulo|choose|to|than|not|"
+    "times [a-z]|(?:divided|multiplied) by"
+)
+"""Words after a number that make another number or an expression of it; other words are units."""
+
 NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*
     (?:

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import TooLong, without_reasoning
-from roll.rewards.math_answers import same_answer
+from roll.rewards.math_answers import NO_UNITS, UNITS, same_answer
 from roll.rewards.math_values import TooLongError
 
 BOXED = re.compile(r"\\f?boxed\s*\{")
@@ -30,11 +30,32 @@ FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$(?=\S)([^$\n]+)(?<=\S)\$(?!\d)|\\[\[(\]
 
 VARIABLE = re.compile(r"\s*[a-z]\s*")
 
-OPERATOR_BEFORE = re.compile(r"[\d)}][ \t]*(?:[-+*^\u00d7\u00b7]|\\times|\\cdot)[ \t]*$")
-"""What stands before the last number of an expression such as `23+45`."""
+PART_BEFORE = re.compile(
+    r"""
+    (?: (?: [\w)}\]]\$?\s*[+×÷∗∙·⋅∕⁄/^] | [\d)}\]]\$?\s*(?:[-\u2212–*]|[xX])   # an operand and an operator
+          | \b[A-Za-z][ ]?[-\u2212–*] | \\times | \\cdot )\s*\$?
+      | [^-=\s]\s*(?:[≤≥≠]|(?<![-=])[<>]=?|!=)\s*                               # a relation other than `=`
+      | \d[ ]?[%)]?\$?\s*(?:plus|minus|times|(?:divided|multiplied)\ by|over|mod(?:ulo)?|choose|%?\ ?of)\s+\$?
+      | \b(?:sqrt|log|ln|sin|cos|tan|exp)\s* | [\w√^π)\]}°²³] | \d\s?: | \d\s:\s
+      | \w\(  | [(\[]\s*(?:(?:[^\sA-Za-z,;()]+|[A-Za-z])\s*[,;]\s*)+                # arguments, tuples, intervals
+    )-?\Z""",
+    re.VERBOSE,
+)
+"""What precedes a number that is part of an expression, a relation, a tuple or an interval."""
 
-LONGEST_OPERATOR = 40
-"""Characters before a number in which an operator is looked for."""
+PART_AFTER = re.compile(
+    rf"""
+    \s*(?:[+^!×÷∗∙·⋅∕⁄≤≥≠√π²³±_] | <(?![/!\w]*>) | >=?\s*[\w-]) | \s*[-\u2212–*/](?!\*)\s*(?:[A-Za-z]\b|[(√π\\])
+  | (?!(?:{UNITS})\b)[A-Za-z_(] | [ ](?![aAImgshlLKCFJNWV]\b)[A-Za-z]\b | \s*,\s*[^\s\d)\]]{{1,6}}\s*[)\]]
+  | \s+(?:{NO_UNITS})\b""",
+    re.VERBOSE,
+)
+"""What follows a number that is part of another number or an expression."""
+
+TAG = re.compile(r"</?[a-z]\w*>")
+
+LONGEST_PART = 60
+"""Characters before and after a number in which the rest of an expression is looked for."""
 
 LATEX = re.compile(r"[\\^_{]")
 
@@ -79,8 +100,9 @@ def _plain(number: str) -> str:
 def last_formula_or_number(text: str) -> str | None:
     r"""The last formula in `$...$`, `$$...$$`, `\(...\)` or `\[...\]`; the last number, if it stands behind that.
 
-    A number inside of LaTeX without such marks, as in `\sqrt{2}`, stands for all of it, and the last number of an
-    expression, as in `23+45`, for nothing. A formula that is a variable, as in "5 values of $n$", is no answer.
+    A number inside of LaTeX without such marks, as in `\sqrt{2}`, stands for all of it, and one that is part of an
+    expression, a relation other than `=`, a tuple, an interval or a larger number, as in `23+45`, `3x` and `7 million`,
+    for nothing. A formula that is a variable, as in "5 values of $n$", is no answer.
     """
     number = next(reversed(list(NUMBER.finditer(text))), None)
     formulas = [each for each in _formulas(text) if number is None or not VARIABLE.fullmatch(each[1])]
@@ -92,8 +114,14 @@ def last_formula_or_number(text: str) -> str | None:
     word = text[start : min((end for end in ends if end >= 0), default=len(text))].strip("*.,;:!?'\"")
     if LATEX.search(word):
         return word
-    is_expression = OPERATOR_BEFORE.search(text, max(0, number.start() - LONGEST_OPERATOR), number.start())
-    return None if is_expression else _plain(number[0])
+    return None if _is_part(text, number.start(), number.end()) else _plain(number[0])
+
+
+def _is_part(text: str, start: int, end: int) -> bool:
+    """Whether a number is part of something else in its line."""
+    before = TAG.sub("", text[max(0, start - LONGEST_PART) : start].rpartition("\n")[2])
+    after = text[end : end + LONGEST_PART].partition("\n")[0]
+    return bool(PART_BEFORE.search(before) or PART_AFTER.match(after))
 
 
 def _formulas(text: str) -> Iterator[tuple[int, str]]:

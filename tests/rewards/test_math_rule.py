@@ -123,6 +123,37 @@ def test_a_deep_answer_counts_where_the_ground_truth_is_as_deep():
     assert math_reward(r"\boxed{" + answer + "}", expected, RewardConfig()) == 1
 
 
+PARTS = [
+    *(("The answer is √2", "2"), ("2π.", "2"), ("2√3", "3"), ("3x", "3"), ("3i", "3"), ("5!", "5"), ("3²", "3")),
+    *(("sqrt(2)", "2"), ("log 2", "2"), ("f(3)", "3"), ("2(3)", "3"), ("C(5,2)", "2"), ("10 / 2", "2"), ("6÷3", "3")),
+    *((f"17 {sign} 23", "23") for sign in "⋅∗−–×x·*+-/∕^:<>≤≠"),
+    *(("(1, 2).", "2"), ("[0, 5]", "5"), ("(x, 5)", "5"), ("(5, x)", "5"), ("x < 5", "5"), ("x>5", "5")),
+    *(("n = 2k+1", "1"), ("n - 5", "5"), ("5 - n", "5"), ("3:4", "4"), ("x_7", "7"), ("3 n", "3"), ("5 < x", "5")),
+    *(("7 million", "7"), ("7 plus x", "7"), ("5 times 3", "3"), ("100 divided by 4", "4"), ("50 % of 10", "10")),
+]
+"""A response whose last number is part of something else, and this number."""
+
+WHOLE = [
+    *("about 5 apples.", "x=5", "x = 5,", "**5**", "(5)", "Answer:5", "Answer - 5", "$5.", "€5", "5%", "5 cm", "5cm"),
+    *(
+        "5 - that is it",
+        "> 5",
+        "=> 5",
+        "<b>5</b>",
+        "#5",
+        '"5"',
+        "1. 5",
+        "5 a day",
+        "from 3 to 5",
+        "5 m",
+        "5/day",
+        "- 5",
+    ),
+    *("5; done", "step 3: 5", "3, 4, 5", "*5* is it", "5 eggs/day", "5-year", "5°", "18 - 13 = 5", "• 5", "5/day"),
+]
+"""Responses with 5 as their answer."""
+
+
 @pytest.mark.parametrize(
     ("response", "truth", "right"),
     [
@@ -139,6 +170,8 @@ def test_a_deep_answer_counts_where_the_ground_truth_is_as_deep():
         ("it is 2^{10}", "10", False),
         ("23 + 45", "45", False),
         ("23 + 45 = 68", "68", True),
+        *((text, number, False) for text, number in PARTS),
+        *((text, "5", True) for text in WHOLE),
         ("#### 42", "42", True),
         ("#### 1,042", "1042", True),
         ("The answer is **$42$**.", "42", True),
