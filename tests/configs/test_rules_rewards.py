@@ -57,7 +57,10 @@ def test_an_entry_with_another_name_is_the_math_rule(tmp_path: Path) -> None:
         ),
         ("{regex: {pattern: '('}}", "pattern: '(' is not a regular expression: missing )"),
         ("{ifeval: {wrong_score: 1}}", "correct_score: 1 equals wrong_score"),
-        ("{mine: {function: multiple_choise}}", "is not the name of a function; write module:function, or a built-in"),
+        (
+            "{mine: {function: multiple_choise}}",
+            "is not the name of a function; did you mean multiple_choice? write module:function, or a built-in",
+        ),
         ("{llm_judge: {base_url: judge}}", "base_url: 'judge' is not an address; write http://host:port/v1"),
         ("{llm_judge: {prompt_template: 'Grade it'}}", "prompt_template: does not contain {response}"),
         ("{llm_judge: {prompt_template: '{response} {answer}'}}", "prompt_template: {answer} is not a field; known:"),
