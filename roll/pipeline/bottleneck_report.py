@@ -1,4 +1,4 @@
-"""Bottleneck report of a finished run: whether training or generation waited, and which split or ratio to try."""
+"""Bottleneck report of a finished run: whether training or generation waited, and what to try."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from roll.configs.asynchronous import exact_ratio
 
 WAITS = 0.15
-"""Share of a step that training waits for its batch above which a change helps; less is within the noise of steps."""
+"""Share of a step below which a wait or a gain is within the noise of steps."""
+
+LEAST_GAIN_S = 0.1
+"""Seconds of a step below which a gain is not worth a change, whatever its share of a short step."""
 
 IDLE = 0.3
-"""Idle share of the engines above which some of their devices are better used for training; weight updates and the
-bound on running ahead cost some of it in any run."""
+"""Idle share of the engines above which they waited; weight updates and the bound on running ahead cost some anyway."""
 
 LONG_TAIL = 3.0
 """Longest over mean response length above which a batch waits for a few stragglers; it is 2 if lengths are uniform."""
@@ -28,46 +30,27 @@ LEAST_STEPS = 10
 CRITIC = {"time/old_log_probs": "time/values", "time/train": "time/train_critic"}
 """Work of actor_train, and the work of the critic that belongs to it."""
 
-Lines = Sequence[Mapping[str, float | None]]
-"""The lines of a metrics.jsonl."""
-
 
 @dataclass(frozen=True)
 class Split:
-    """Devices, ratio, environments and rewards of a run.
+    """Devices, ratio, environments and rewards of a run."""
 
-    Attributes:
-        ratio: `async_generation_ratio`.
-        generation: devices of actor_infer.
-        training: devices of actor_train and the critic.
-        shared: both use the same devices.
-        drains: `in_flight_policy` is drain, so a weight update waits for running responses.
-        critic_apart: the critic works at the same time as actor_train, on its own devices.
-        cpu: devices are slots of the cores of one machine, so moving or adding some does not help.
-        groups: of environments that run at a time; None without environments.
-        batch_groups: groups of one batch.
-        reward_keys: keys that let more responses be scored at a time.
-    """
-
-    ratio: float
-    generation: int
-    training: int
-    shared: bool
-    drains: bool = False
-    critic_apart: bool = False
-    cpu: bool = False
-    groups: int | None = None
-    batch_groups: int = 1
-    reward_keys: tuple[str, ...] = ()
+    ratio: float  # async_generation_ratio
+    generation: int  # devices of actor_infer
+    training: int  # devices of actor_train and the critic
+    shared: bool  # both use the same devices
+    drains: bool = False  # in_flight_policy is drain, so a weight update waits for running responses
+    critic_apart: bool = False  # the critic works at the same time as actor_train, on its own devices
+    cpu: bool = False  # devices are slots of the cores of one machine, so moving or adding some does not help
+    own_cores: bool = False  # on a CPU, each device is pinned to its own cores
+    groups: int | None = None  # of environments that run at a time; None without environments
+    batch_groups: int = 1  # groups of one batch
+    reward_keys: tuple[str, ...] = ()  # keys that let more responses be scored at a time
 
     @property
     def description(self) -> str:
-        """For the report."""
-        if self.cpu:
-            return "on a CPU"
-        if self.shared:
-            return f"all {self.training} devices shared"
-        return f"{self.generation} devices for generation, {self.training} for training"
+        apart = f"{self.generation} devices for generation, {self.training} for training"
+        return "on a CPU" if self.cpu else f"all {self.training} devices shared" if self.shared else apart
 
     def admitted(self, ratio: float) -> int:
         """Groups that may run at a time with this ratio."""
@@ -81,25 +64,26 @@ class Means:
     steps: int
     step: float
     wait: float
-    drain: float
+    drain: float  # wait of weight updates for running responses, which update does not include
     generate: float
     environments: float
     rewards: float
     train: float
     update: float
+    pause: float  # part of update in which the engines generate nothing
     trainer_idle: float
     rollout_idle: float
     tail: float
 
     @property
-    def waits(self) -> float:
-        """Share of a step that training waits for responses."""
-        return (self.wait + self.drain) / self.step
+    def least_gain(self) -> float:
+        """Seconds of a step below which a change is not worth it."""
+        return max(WAITS * self.step, LEAST_GAIN_S)
 
     @property
     def numbers(self) -> str:
         """The measured values, for the report."""
-        drain = f" and time/weight_update {self.drain:.2f} s" if self.drain else ""
+        drain = f" and time/weight_update {self.drain + self.update:.2f} s" if self.drain else ""
         work = {"generate": self.generate, "env": self.environments, "reward": self.rewards}
         busy = "".join(f"time/{name} {seconds:.2f} s, " for name, seconds in work.items() if seconds)
         return (
@@ -109,21 +93,38 @@ class Means:
         )
 
 
-def bottleneck_report(lines: Lines, split: Split) -> str:
-    """One line: which side waited, the measured values, and what to try; empty below LEAST_STEPS that generated.
+def bottleneck_report(lines: Sequence[Mapping[str, float | None]], split: Split) -> str:
+    """One line: what limits a step, the measured values, and what to try; empty below LEAST_STEPS that generated.
 
-    Generation and training take G and T seconds. One after the other, a step takes G + T; concurrently, the larger of
-    both, which is smallest where devices are split in proportion to G and T times the devices each has now.
+    Of all changes it names the one that shortens `predicted_step` most, if by more than `Means.least_gain`.
     """
-    means = measure(lines, split.drains, split.critic_apart)
+    means = measure(lines, split.drains and split.ratio > 0, split.critic_apart)
     if means is None or means.steps < LEAST_STEPS:
         return ""
-    finding = _slow_users_code(means, split)
-    finding = finding or (_synchronous(means, split) if split.ratio == 0 else _asynchronous(means, split))
-    return f"{finding} ({means.numbers}; {split.description})"
+    changes = [_faster_users_code(means, split), _faster_updates(means, split)]
+    changes += [_synchronous(means, split)] if split.ratio == 0 else _asynchronous(means, split)
+    return f"{max(changes)[1]} ({means.numbers}; {split.description})"
 
 
-def measure(lines: Lines, drains: bool = False, critic_apart: bool = False) -> Means | None:
+def predicted_step(means: Means, ratio: float, **times: float) -> float:
+    """Seconds of a step without variance, if its parts took so many `times` as long as they did.
+
+    A batch takes the longest of generation, environments and rewards. With ratio 0 the trainer's work, weight update
+    included, follows it; otherwise both run at the same time, except that the engines pause for part of the update.
+    """
+    parts = {"generation": means.generate, "environments": means.environments, "rewards": means.rewards}
+    most = means.step - means.pause  # a request that is running at a pause counts as generation
+    batch = max(min(seconds, most) * times.get(name, 1) for name, seconds in parts.items())
+    training, update = times.get("training", 1), times.get("update", 1)
+    trainer = means.step - means.wait - means.drain + means.train * (training - 1) + means.update * (update - 1)
+    if ratio == 0:
+        return means.wait + batch - min(max(parts.values()), most) + trainer
+    return max(batch + means.pause * update, trainer)
+
+
+def measure(
+    lines: Sequence[Mapping[str, float | None]], drains: bool = False, critic_apart: bool = False
+) -> Means | None:
     """Means over steps, without the first WARM_UP if there are more; `drains` and `critic_apart` as in `Split`."""
     steps = [line for line in lines if _at(line, "step") > 0 and line.get("time/wait_prev_gen") is not None]
     steps = steps[WARM_UP:] or steps
@@ -133,16 +134,19 @@ def measure(lines: Lines, drains: bool = False, critic_apart: bool = False) -> M
     def mean(*names: str) -> float:
         return statistics.fmean(sum(_at(line, name) for name in names) for line in steps)
 
+    update = mean("time/weight_update")
+    pause = mean("time/weight_update_pause") if "time/weight_update_pause" in steps[0] else update
     longest, usual = mean("rollout/response_length_max"), mean("rollout/response_length_mean")
     return Means(
         steps=len(steps),
         step=max(mean("time/step") - mean("time/val", "time/checkpoint"), 1e-9),
         wait=mean("time/wait_prev_gen"),
-        drain=mean("time/weight_update") if drains else 0.0,
+        drain=update - pause if drains else 0.0,
         generate=mean("time/generate"),
         environments=mean("time/env"),
         rewards=mean("time/reward"),
-        update=mean("time/weight_update"),
+        update=pause if drains else update,
+        pause=pause,
         train=mean("time/advantages")
         + statistics.fmean(sum(trained_seconds(line, name, critic_apart) for name in CRITIC) for line in steps),
         trainer_idle=mean("throughput/trainer_idle"),
@@ -157,17 +161,23 @@ def trained_seconds(line: Mapping[str, float | None], name: str, critic_apart: b
     return max(both) if critic_apart else sum(both)
 
 
-def _slow_users_code(means: Means, split: Split) -> str:
-    """Environments or rewards that training waited for, while the engines were idle; empty for neither."""
-    slower = max(means.environments, means.rewards)
-    idle = means.rollout_idle if split.ratio else 1 - means.generate / max(means.wait, 1e-9)
-    if means.waits < WAITS or idle < IDLE or slower <= means.generate:
-        return ""
-    head, seconds = "environments take", f"{slower:.2f} s of a step of {means.step:.2f} s"
-    if means.environments == slower:
-        return f"{head} {seconds}, longer than generation; {_more_environments(split)}"
-    keys = " or ".join(split.reward_keys)
-    return f"rewards take {seconds}, longer than generation; " + (f"raise {keys}" if keys else "use a faster reward")
+def _faster_users_code(means: Means, split: Split) -> tuple[float, str]:
+    """Environments and rewards that take longer than generation and, concurrently, than training."""
+    seconds = {"environments": means.environments, "rewards": means.rewards}
+    slow = [name for name in seconds if seconds[name] > max(means.generate, means.train if split.ratio else 0)]
+    raised = "raise " + " or ".join(split.reward_keys) if split.reward_keys else "use a faster reward"
+    advice = " and ".join(_more_environments(split) if name == "environments" else raised for name in slow)
+    head = " and ".join(f"{name} take {seconds[name]:.2f} s" for name in slow)
+    gain = predicted_step(means, split.ratio) - predicted_step(means, split.ratio, **dict.fromkeys(slow, 0.0))
+    return gain, f"{head} of a step of {means.step:.2f} s, longer than generation; {advice}"
+
+
+def _faster_updates(means: Means, split: Split) -> tuple[float, str]:
+    return predicted_step(means, split.ratio) - predicted_step(means, split.ratio, update=0), (
+        f"weight updates{' (in_flight_policy drain)' if split.drains else ''} take {means.update:.2f} s of a step of "
+        f"{means.step:.2f} s ({means.update / means.step:.0%}): training waits, and generation pauses for "
+        f"{means.pause:.2f} s; raise model_update_buffer_size_mb if the weights fill several buckets"
+    )
 
 
 def _more_environments(split: Split) -> str:
@@ -181,59 +191,68 @@ def _more_environments(split: Split) -> str:
     return f"{more} with async_generation_ratio {further}{apart}"
 
 
-def _synchronous(means: Means, split: Split) -> str:
+def _synchronous(means: Means, split: Split) -> tuple[float, str]:
     """Running ahead saves at most the shorter of both times; G is the time of a whole batch, with its scoring."""
-    batch, train = means.wait, means.train
-    head = f"training and generation took turns: a batch took G {batch:.2f} s, then training T {train:.2f} s"
-    if split.shared and split.cpu:
-        return head
-    if split.shared:
-        return (
-            f"{head}, on the same devices; async_generation_ratio 1 needs separate ones, where a step takes "
-            f"max(G/a, T/(1-a)) if a is the share of the devices that generate, G + T at best: a gain only as far "
-            f"as one of them does not get slower on fewer devices"
+    longer, shorter = max(means.wait, means.train), min(means.wait, means.train)
+    head = f"training and generation took turns: a batch took G {means.wait:.2f} s, then training T {means.train:.2f} s"
+    if split.shared and not split.cpu:
+        head += (
+            ", on the same devices; on separate ones, async_generation_ratio 1 takes max(G/a, T/(1-a)) if a is "
+            "the share of the devices that generate: G + T at best, or less as far as one does not need all devices"
         )
-    longer, shorter = max(batch, train), min(batch, train)
-    return (
+    if shorter < means.least_gain or split.shared or (split.cpu and not split.own_cores):
+        return means.least_gain, head
+    return shorter, (
         f"{head}; async_generation_ratio 1 saves up to {shorter:.2f} s of a step ({shorter / means.step:.0%}) if both "
         f"take as long as now: max(G, T) = {longer:.2f} s instead of G + T = {longer + shorter:.2f} s"
     )
 
 
-def _asynchronous(means: Means, split: Split) -> str:
+def _asynchronous(means: Means, split: Split) -> list[tuple[float, str]]:
+    """No change, a higher ratio and another split; with a long tail more steps of time, and not devices, help."""
     if split.shared and not split.cpu:
-        return "training and generation share their devices, so each is slower while both run; try separate devices"
+        return [(means.least_gain, "training and generation share their devices, so each is slower while both run")]
     further = f"try async_generation_ratio {split.ratio + 1:g}" if split.groups is None else _more_environments(split)
-    if means.waits >= WAITS:
-        if means.tail >= LONG_TAIL:
-            stays = "" if split.cpu else ", which more devices do not shorten"
-            return f"training waited for a long tail of responses{stays}; {further}"
-        if means.rollout_idle >= IDLE:
-            return f"training waited, and the engines were idle too: each waited for the other; {further}"
-        return f"training waited for generation{_move(means, split, 1)}"
-    if means.rollout_idle >= IDLE and means.update > means.train:
-        return f"weight updates take {means.update:.2f} s of a step, longer than training, and the engines were idle"
-    if means.rollout_idle >= IDLE:
-        behind = max(means.environments, means.rewards) <= means.generate
-        head = "the engines waited for training" if behind else "training hardly waited, and the engines were idle"
-        return f"{head}{_move(means, split, -1)}"
-    return "neither side waited for the other: the split is right"
+    gain, tail = means.step - predicted_step(means, split.ratio), means.tail >= LONG_TAIL
+    finding = f"training waited, and the engines were idle too: each waited for the other; {further}"
+    if means.drain > means.wait:
+        finding = f"weight updates waited {means.drain:.2f} s of a step for running responses; in_flight_policy "
+        finding += "retract and abort_resume do not wait"
+    elif tail:
+        gain = means.step - predicted_step(means, split.ratio, generation=(1 + split.ratio) / (2 + split.ratio))
+        stays = "" if split.cpu else ", which more devices do not shorten"
+        finding = f"training waited for a long tail of responses{stays}; {further}"
+    changes = [(means.least_gain, _no_change(means, split)), (gain, finding)]
+    return changes if split.cpu else [*changes, _move(means, split, tail)]
 
 
-def _move(means: Means, split: Split, direction: int) -> str:
-    """The split in proportion to the work of both, at least one device off in `direction`; empty on a CPU."""
-    if split.cpu:
-        return ""
-    total = split.generation + split.training
-    if (split.training if direction > 0 else split.generation) == 1:
-        role, other = ("generation", "training") if direction > 0 else ("training", "generation")
-        return f"; {role} needs more devices, and {other} has only one: add devices"
-    work, training = means.generate * split.generation, means.train * split.training
-    share = round(total * work / (work + training)) if work + training > 0 else split.generation
-    least = split.generation + direction
-    devices = max(share, least) if direction > 0 else min(share, least)
-    devices = min(max(devices, 1), total - 1)
-    return f"; try {devices} devices for generation and {total - devices} for training"
+def _no_change(means: Means, split: Split) -> str:
+    """What takes the longest, and whether more devices would shorten it."""
+    if means.wait + means.drain < WAITS * means.step and means.rollout_idle < IDLE:
+        return "neither side waited for the other: the split is right"
+    parts = {"generation": means.generate, "training": means.train, "weight updates": means.update + means.drain}
+    parts |= {"environments": means.environments, "rewards": means.rewards}
+    parts["other work"] = means.step - means.wait - means.train - parts["weight updates"]
+    name = max(parts, key=parts.__getitem__)
+    gain = predicted_step(means, split.ratio) - predicted_step(means, split.ratio, **{name: 0.5})
+    add = gain > means.least_gain and name in ("generation", "training") and not split.cpu
+    return (
+        f"of a step of {means.step:.2f} s, {name} took the longest, {parts[name]:.2f} s; no other split or "
+        f"async_generation_ratio saves {means.least_gain:.2f} s" + (f": add devices for {name}" if add else "")
+    )
+
+
+def _move(means: Means, split: Split, tail: bool) -> tuple[float, str]:
+    """The best split of the devices; the time of a role is inverse to the number of its devices."""
+    now, total, ratio = split.generation, split.generation + split.training, split.ratio
+    steps = {
+        devices: predicted_step(means, ratio, generation=now / devices, training=split.training / (total - devices))
+        for devices in range(1, total if not tail else now + 1)
+    }
+    best = min(steps, key=steps.__getitem__)
+    head = "training waited for generation" if best > now else "the engines waited for training"
+    finding = f"{head}; try {best} devices for generation and {total - best} for training"
+    return predicted_step(means, ratio) - steps[best], finding
 
 
 def _at(line: Mapping[str, float | None], name: str) -> float:

@@ -400,7 +400,8 @@ def split_of(config: RLConfig) -> Split:
     """What the report on the bottleneck reads of a configuration."""
     generation = {*config.actor_infer.device_mapping}
     training = {rank for role in config.trained_roles().values() for rank in role.device_mapping}
-    cpu = get_platform(config.platform).name == "cpu"
+    platform = get_platform(config.platform)
+    cpu = platform.name == "cpu"
     keys = []
     for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
         role = scoring_role(reward)
@@ -413,6 +414,7 @@ def split_of(config: RLConfig) -> Split:
         drains=config.in_flight_policy == "drain",
         critic_apart=config.critic_apart,
         cpu=cpu,
+        own_cores=(config.num_devices_per_node or 0) <= platform.device_count(),
         groups=config.train_env_manager.num_env_groups if isinstance(config, AgenticConfig) else None,
         batch_groups=config.groups_per_batch,
         reward_keys=tuple(dict.fromkeys(keys)),
