@@ -414,7 +414,7 @@ def split_of(config: RLConfig) -> Split:
         drains=config.in_flight_policy == "drain",
         critic_apart=config.critic_apart,
         cpu=cpu,
-        own_cores=(config.num_devices_per_node or 0) <= platform.device_count(),
+        own_cores=cpu and (config.num_devices_per_node or 0) <= platform.device_count(),
         groups=config.train_env_manager.num_env_groups if isinstance(config, AgenticConfig) else None,
         batch_groups=config.groups_per_batch,
         reward_keys=tuple(dict.fromkeys(keys)),
