@@ -110,6 +110,17 @@ def unreachable(path: str | Path) -> str | None:
     return None if os.access(path, needed) else os.strerror(errno.EACCES)
 
 
+GIT_LFS_POINTER = b"version https://git-lfs"
+"""Beginning of the small text file that git leaves where git-lfs is not installed."""
+
+
+def git_lfs_pointer(file: Path) -> str | None:
+    """Why a file has no content of its own, if it is a git-lfs pointer; raises OSError if it cannot be read."""
+    with file.open("rb") as opened:
+        is_pointer = opened.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER
+    return "is a git-lfs pointer, not the file itself; run git lfs pull" if is_pointer else None
+
+
 def either(values: Sequence[int]) -> str:
     """Numbers as `1, 2 or 4`, for messages."""
     return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

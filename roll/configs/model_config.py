@@ -68,6 +68,8 @@ TRAINED_VOCABULARY_MULTIPLE = 16
 """Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""In the folder of a LoRA adapter."""
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 """Required whole numbers."""

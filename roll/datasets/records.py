@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from roll.configs.errors import RunError, unreachable
+from roll.configs.errors import RunError, git_lfs_pointer, unreachable
 from roll.configs.hub.names import local_file
 from roll.configs.hub.splits import READABLE
 
@@ -142,6 +142,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Record | DatasetError]]:
         raise DatasetError(f"{path}: no such file (looked in {path.absolute().parent})")
     if path.suffix not in READABLE:
         raise DatasetError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {', '.join(READABLE)}")
+    if pointer := git_lfs_pointer(path):
+        raise DatasetError(f"{path}: {pointer}")
     return _parquet_rows if path.suffix == ".parquet" else _json_list if _is_list(path) else _json_lines
 
 

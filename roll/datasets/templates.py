@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 NATIVE, NONE = "native", "none"
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MARK, CHECKED_MESSAGES = 7_310_000_000, 20
+"""Number that is put after the first message of a prompt to see whether it is rendered, and how many are put singly."""
+
 RENDERED_FIELDS = ("tools", "tool_calls", "function_call", "name", *THOUGHTS)
 """Parts of a prompt that a template may not leave out; templates match a tool's answer to its call by their order."""
 
@@ -176,6 +179,36 @@ class PromptEncoder:
                     f"{_at(question)}the chat template leaves out {name!r}; use one that renders it, or remove it"
                 )
         return text
+
+    def check_contents(self, question: Question, open_answer: bool = True) -> None:
+        """Checks that the text of a prompt depends on the end of each of its messages; empty ones may be left out.
+
+        Raises:
+            DatasetError: the template leaves out a message, or cuts it.
+        """
+        messages = chat_messages(question)
+        filled = [number for number, each in enumerate(messages) if str(each["content"] or "").strip()]
+        if self._template == NONE or not filled:
+            return
+        marked = self._with_endings(question, filled, open_answer) or ""
+        missing = [number for number in filled if str(MARK + number) not in marked]
+        text = self._apply(question, open_answer) if missing else ""
+        for number in missing[:CHECKED_MESSAGES]:
+            if self._with_endings(question, [number], open_answer) == text:
+                raise DatasetError(
+                    f"{_at(question)}the chat template leaves out message {number + 1} ({messages[number]['role']}), "
+                    "or its end; use one that renders every message whole"
+                )
+
+    def _with_endings(self, question: Question, numbers: Sequence[int], open_answer: bool) -> str | None:
+        """The text of a prompt with a mark after some messages; None where the template refuses it."""
+        messages = list(chat_messages(question))
+        for number in numbers:
+            messages[number] = messages[number] | {"content": f"{messages[number]['content']} {MARK + number}"}
+        try:
+            return self._apply(replace(question, text=None, messages=tuple(messages)), open_answer)
+        except DatasetError:
+            return None
 
     def render_answer(self, question: Question, response: str | Message) -> str:
         """Text of a response to a prompt: of more than a text, what the template makes of it, without its end."""

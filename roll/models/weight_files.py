@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from roll.configs.errors import git_lfs_pointer
 from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
-from roll.configs.model_config import CONFIG_NAME, VALUE_ARCHITECTURES, UnsupportedModel, read_model_config
+from roll.configs.model_config import (
+    ADAPTER_CONFIG,
+    CONFIG_NAME,
+    VALUE_ARCHITECTURES,
+    UnsupportedModel,
+    read_model_config,
+)
 from roll.models.hf_config import DecoderConfig, decoder_config
 from roll.models.weight_mapping import stage_rules
-
-GIT_LFS_POINTER = b"version https://git-lfs"
-"""Beginning of the small text file that git leaves where git-lfs is not installed."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be cast to the trained dtype; integers and 8-bit floats need scales."""
@@ -61,7 +66,12 @@ def check_weights(folder: Path, value_head: bool = False) -> list[str]:
         )
     unread = [name for name in unread if not (value_head and name == "lm_head.weight")]
     why = f" (tie_word_embeddings is true in {CONFIG_NAME})" if "lm_head.weight" in unread else ""
-    return [f"{folder}: the run does not read {_several(unread)}{why}"] if unread else []
+    warnings = [f"{folder}: the run does not read {_several(unread)}{why}"] if unread else []
+    if (folder / ADAPTER_CONFIG).is_file():
+        warnings.append(
+            f"{folder / ADAPTER_CONFIG}: is a LoRA adapter, which the run does not read; merge it into its model"
+        )
+    return warnings
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
@@ -88,11 +98,14 @@ def tensor_files(folder: Path) -> dict[str, str]:
         UnsupportedModel: its weights are not safetensors, or have no index or one that cannot be read.
     """
     index, single = folder / WEIGHT_INDEX, folder / WEIGHT_FILE
-    if index.is_file():
+    if os.path.lexists(index):
         return _read_index(index)
-    if single.is_file():
+    if os.path.lexists(single):
         return {name: WEIGHT_FILE for name in open_weights(single, "np").keys()}
-    shards, others = sorted(folder.glob(WEIGHTS)), sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    shards = sorted(each for each in folder.glob(WEIGHTS) if not each.name.startswith("adapter"))
+    others = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if (folder / ADAPTER_CONFIG).is_file() and not shards:
+        raise UnsupportedModel(f"{folder}: is a LoRA adapter; merge it into its model")
     if shards:
         raise UnsupportedModel(
             f"{index}: is missing, and the weights are in {len(shards)} shards, such as {shards[0].name}; download it"
@@ -119,12 +132,12 @@ def open_weights(file: Path, framework: str) -> Any:
 
 def _check_content(file: Path) -> None:
     try:
-        with file.open("rb") as opened:
-            start = opened.read(len(GIT_LFS_POINTER))
+        pointer = git_lfs_pointer(file)
     except OSError as error:
-        raise UnsupportedModel(f"{file}: cannot be read: {error.strerror}") from None
-    if start == GIT_LFS_POINTER:
-        raise UnsupportedModel(f"{file}: is a git-lfs pointer, not the file itself; run git lfs pull")
+        why = f"its target {file.readlink()} is missing" if file.is_symlink() and not file.exists() else error.strerror
+        raise UnsupportedModel(f"{file}: cannot be read: {why}") from None
+    if pointer:
+        raise UnsupportedModel(f"{file}: {pointer}")
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Report
+from roll.configs.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, read_positions
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
@@ -31,7 +31,7 @@ from roll.configs.rewards import (
 from roll.configs.roles import DataArguments
 from roll.configs.rules.agentic import names_class
 from roll.configs.scoring_roles import JudgeConfig
-from roll.configs.special_tokens import TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
+from roll.configs.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
@@ -175,6 +175,8 @@ def _check_tokenizer(path: str, name: str | None, templates: Mapping[str, str], 
             f"{name} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); copy the files of the "
             "tokenizer from the model it was made from",
         )
+    elif unread := list(_unread_files(folder)):
+        report.error(path, unread[0])
     elif (folder / TOKENIZER_FILES[0]).is_file():
         from tokenizers import Tokenizer
 
@@ -188,6 +190,24 @@ def _check_tokenizer(path: str, name: str | None, templates: Mapping[str, str], 
             problem = template_problem(template, has_template, vocabulary)
             if problem is not None:
                 report.error(key, problem)
+
+
+def _unread_files(folder: Path) -> Iterator[str]:
+    """What is wrong with the text files of a tokenizer: a git-lfs pointer, or options that are no JSON object."""
+    for file in sorted(
+        each for each in folder.iterdir() if each.is_file() and each.suffix in (".json", ".jinja", ".txt", ".model")
+    ):
+        try:
+            problem = git_lfs_pointer(file)
+            if not problem and file.name in TOKEN_NAMES:
+                found = json.loads(file.read_text(encoding="utf-8"))
+                problem = None if isinstance(found, dict) else f"holds a {type(found).__name__}; write a JSON object"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        except (ValueError, RecursionError) as error:
+            problem = f"is not JSON: {error}"
+        if problem:
+            yield f"{file}: {problem}"
 
 
 def _check_padding(path: str, folder: Path, report: Report) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from roll.configs.errors import Report, RunError
 from roll.configs.hub.names import has_tokenizer, local_model
 from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.roles import DataArguments
 from roll.configs.user_code import start_user_process
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ SHARE_KEPT = 0.95
 """Share of the prompts that a recommended `prompt_length` keeps."""
 
 UNLIMITED = 1 << 40
+
+CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+"""What draws at random in Jinja, though perhaps the same twice."""
 
 
 def first_items(items: Sequence[Any]) -> list[Any]:
@@ -126,6 +131,7 @@ def _with_limit(*args: Any) -> Report:
 
 def try_rows(config: BaseConfig, role: str, items: Sequence[Any], whole: bool) -> Report:
     """Encodes the first items of a role, twice; `whole` if there are no others."""
+    from roll.datasets.templates import NATIVE
     from roll.pipeline.tokenizer import encode_data
 
     report, args = Report(), getattr(config, role).data_args
@@ -133,17 +139,33 @@ def try_rows(config: BaseConfig, role: str, items: Sequence[Any], whole: bool) -
     unlimited = replace(config, prompt_length=UNLIMITED, sequence_length=UNLIMITED)
     try:
         encoded, _ = encode_data(unlimited, args, items, tokenizer)
-        if encoded != encode_data(unlimited, args, items, tokenizer)[0]:
+        _check_template(config, args, items, tokenizer)
+        source = str(tokenizer.chat_template) if args.template == NATIVE else ""
+        if CHANCE.search(source) or encoded != encode_data(unlimited, args, items, tokenizer)[0]:
             report.error(f"{role}.data_args.template", "renders the same rows differently each time; leave chance out")
     except RunError as error:
         report.error(f"{role}.data_args", str(error))
         return report
     _check_lengths(config, encoded, whole, report)
-    source = str(tokenizer.chat_template)
-    unknown = [name for name in args.template_kwargs if args.template == "native" and name not in source]
+    unknown = [name for name in args.template_kwargs if source and name not in source]
     if unknown:
         report.warn(f"{role}.data_args.template_kwargs", f"the chat template does not read {', '.join(unknown)}")
     return report
+
+
+def _check_template(
+    config: BaseConfig, args: DataArguments, items: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises a DatasetError if the chat template leaves out a message of the items."""
+    from roll.datasets.templates import PromptEncoder, chat_messages, template_variables
+
+    encoder = PromptEncoder(tokenizer, args.template, template_variables(args.template_kwargs, config.template_time))
+    for item in items:
+        encoder.check_contents(item.question)
+        for answer in (getattr(item, name, None) for name in ("response", "chosen", "rejected")):
+            if isinstance(answer, dict):
+                messages = (*chat_messages(item.question), answer)
+                encoder.check_contents(replace(item.question, text=None, messages=messages), open_answer=False)
 
 
 def _check_lengths(config: BaseConfig, encoded: Sequence[Any], whole: bool, report: Report) -> None:

@@ -325,3 +325,10 @@ def test_a_resumed_mixture_continues_exactly():
 def test_a_domain_without_prompts_cannot_be_drawn():
     with pytest.raises(ValueError, match="no prompts in judge"):
         MixedSampler(DOMAINS, {"math": 0.5, "judge": 0.5}, seed=1)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet"])
+def test_a_git_lfs_pointer_is_named(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(DatasetError, match=rf"{name}: is a git-lfs pointer, not the file itself"):
+        load_prompts(str(tmp_path / name), DataArguments(), lambda tag: {})

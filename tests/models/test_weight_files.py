@@ -88,6 +88,27 @@ def test_weights_in_other_formats_or_without_an_index_are_refused(folder: Path) 
         check_weights(folder)
 
 
+def test_a_lora_adapter_is_named(folder: Path) -> None:
+    (folder / "adapter_config.json").touch()
+    (folder / "adapter_model.safetensors").touch()
+    [warning] = check_weights(folder)
+    assert "adapter_config.json: is a LoRA adapter, which the run does not read; merge it" in warning
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(UnsupportedModel, match="is a LoRA adapter; merge it into its model"):
+        check_weights(folder)
+
+
+def test_a_link_without_a_file_and_a_folder_instead_of_one_are_named(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("/nowhere/blob")
+    with pytest.raises(UnsupportedModel, match=rf"{WEIGHTS}: cannot be read: its target /nowhere/blob is missing"):
+        check_weights(folder)
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+    with pytest.raises(UnsupportedModel, match=rf"{WEIGHTS}: cannot be read: Is a directory"):
+        check_weights(folder)
+
+
 def test_an_index_names_files_that_are_there_and_tensors_that_they_hold(folder: Path) -> None:
     file_of = split(folder)
     first, last = sorted(file_of)[0], sorted(file_of)[-1]

@@ -199,6 +199,15 @@ def test_a_template_that_the_tokenizer_cannot_apply_is_reported(folder: Path, mo
     assert error.startswith("actor_train.data_args.template: the tokenizer has no chat template; use none, chatml, ")
     [error] = report("qwen3")
     assert error.startswith("actor_train.data_args.template: 'qwen3' needs the special tokens <|im_end|>, <|im_start|>")
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        before = (model / name).read_bytes() if (model / name).exists() else None
+        (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+        assert f"pretrain: {model / name}: is a git-lfs pointer, not the file itself; run git lfs pull" in report(
+            "none"
+        )
+        (model / name).unlink() if before is None else (model / name).write_bytes(before)
+    (model / "tokenizer_config.json").write_text("[]")
+    assert f"pretrain: {model}/tokenizer_config.json: holds a list; write a JSON object" in report("none")
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     assert report("native") == report("none") == []
 

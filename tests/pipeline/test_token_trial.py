@@ -100,9 +100,40 @@ def test_a_template_without_end_is_an_error(
     assert message in error
 
 
-def test_a_template_that_draws_at_random_is_an_error(model: Path) -> None:
-    change(model, chat_template="{{ range(9999) | random }}{{ range(9999) | random }}")
-    [error] = texts(try_rows(config(model), "actor_train", prompts(3), True))
+LOOP = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("version https://git-lfs.github.com/spec/v1", "1 (system)"),
+        (LOOP.replace("messages %", "messages if m.role != 'system' %"), "1 (system)"),
+        (LOOP.replace("messages", "messages[-1:]"), "1 (system)"),
+        (LOOP.replace("m.content", "m.content[:3]"), "1 (system)"),
+        (LOOP.replace("messages", "messages[:1]"), "2 (user)"),
+    ],
+)
+def test_a_template_that_leaves_out_a_message_is_an_error(model: Path, template: str, message: str) -> None:
+    change(model, chat_template=template)
+    asked = Prompt("b", "t", Question(messages=SYSTEM, source="train.jsonl:2"), "1")
+    [error] = texts(try_rows(config(model), "actor_train", [asked], True))
+    assert error.startswith(
+        f"actor_train.data_args: train.jsonl:2: the chat template leaves out message {message}, or its end"
+    )
+
+
+@pytest.mark.parametrize("content", ["m.content | trim", "m.content.split('</think>')[-1]", "m.content | upper"])
+def test_a_template_may_trim_messages_and_drop_thoughts(model: Path, content: str) -> None:
+    change(model, chat_template=LOOP.replace("m.content", content))
+    answer = {"role": "assistant", "content": "<think>hm</think> 2 \n"}
+    asked = Prompt("b", "t", Question(messages=(*SYSTEM, answer, {"role": "user", "content": " \n"}, SYSTEM[1])), "1")
+    assert texts(try_rows(config(model, "prompt_length=500"), "actor_train", [asked], True)) == []
+
+
+@pytest.mark.parametrize("chance", ["{{ range(9999) | random }}", "{{ [1, 1]|random }}", "{{ lipsum(1)[:0] }}"])
+def test_a_template_that_draws_at_random_is_an_error(model: Path, chance: str) -> None:
+    change(model, chat_template=LOOP + chance)
+    [error] = texts(try_rows(config(model, "prompt_length=500"), "actor_train", prompts(3), True))
     assert error.startswith("actor_train.data_args.template: renders the same rows differently each time")
 
 

@@ -16,6 +16,7 @@ from roll.configs.hub.names import HubError, hub_name, local_model, other_readin
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
 from roll.configs.model_config import (
+    ADAPTER_CONFIG,
     CONFIG_NAME,
     VALUE_ARCHITECTURES,
     ModelShape,
@@ -298,6 +299,8 @@ def _model_absence(name: str) -> str:
     why = unreachable(Path(name, CONFIG_NAME))
     if why is not None:
         return f"{name} cannot be read: {why}"
+    if os.path.isfile(Path(name, ADAPTER_CONFIG)):
+        return f"{name} is a LoRA adapter; merge it into its model"
     if os.path.exists(name):
         return f"{name} has no {CONFIG_NAME}, so it is not the folder of a HF model"
     otherwise = f"is not a folder on this machine{other_reading(name, 'model')}"
