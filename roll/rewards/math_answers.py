@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -45,7 +46,7 @@ def same_answer(answer: str, expected: str) -> bool:
 
 CHARACTERS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u00b7": "×", "\u22c5": "×", "*": "×", "÷": "/", "\u2044": "/", "π": r"\pi "}
-    | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "°": "", "~": " ", "\u00a0": " "}
+    | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "~": " ", "\u00a0": " "}
     | {"€": "", "£": "", "¥": "", "‡": ""}
 )
 COMMANDS = {
@@ -72,9 +73,12 @@ SHORT_ARGUMENT = re.compile(r"(\\frac(?:\s*\{[^{}]*\})?)\s*([0-9A-Za-z])(?![A-Za
 
 def _normalized(text: str) -> str:
     """An answer without formatting: sets in ⦃⦄, matrices in ⟦⟧, and ‡ in front of text."""
+    text = text.replace(r"\$", "¤")
+    text = text.replace("$", "¤") if text.count("$") == 1 else text
     text = TEXT.sub(r"‡\1 ", text.translate(CHARACTERS)).replace("{,}", ",").replace(r"\!", "")
     text = re.sub(r"(?<=\d)\\,(?=\d{3}(?!\d))", "", text)
-    text = re.sub(r"\^\s*(?:\\circ\b|\{\s*\\circ\s*\})", "", text)
+    text = re.sub(r"\^\s*(?:\\circ\b|\{\s*\\circ\s*\})", "°", text)
+    text = re.sub(r"\\pmod\s*\{([^{}]*)\}|\(mod (\w+)\)", r"‡modulus \1\2", text)
     text = MATRIX.sub(lambda match: "⟦" if match[1] == "begin" else "⟧", text).replace("&", ",")
     text = COMMAND.sub(
         lambda match: COMMANDS.get(match[1], match[0]) if match[1] else ESCAPED.get(match[0][1], ""), text
@@ -93,6 +97,7 @@ def _normalized(text: str) -> str:
 
 OPENING, CLOSING = "([{⦃⟦", ")]}⦄⟧"
 RELATIONS = "=<>≤≥≠∈"
+VARIABLE = re.compile(r"[A-Za-z]|\\[a-z]+\s*")
 
 
 def _split(text: str, separators: str) -> tuple[list[str], str]:
@@ -117,7 +122,8 @@ def _same(answer: str, expected: str) -> bool:
         return True
     (ours, is_set), (theirs, is_expected_set) = _items(answer), _items(expected)
     if is_set or is_expected_set:
-        return is_set and is_expected_set and _same_items(ours, theirs)
+        is_list = not any(each.startswith("⦃") for each in (answer, expected))
+        return is_set and is_expected_set and _same_items(ours, theirs, is_list)
     return _same_relation(*_split(answer, RELATIONS), *_split(expected, RELATIONS))
 
 
@@ -145,32 +151,61 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
     return inner if lowest == 0 == depth else None
 
 
-def _same_items(ours: list[str], theirs: list[str]) -> bool:
-    """Whether each item of either has an equal item in the other."""
-    known, wanted = ({_number(item) or item: item for item in items} for items in (ours, theirs))
-    extra = [item for key, item in known.items() if key not in wanted]
-    missing = [item for key, item in wanted.items() if key not in known]
+def _same_items(ours: list[str], theirs: list[str], is_list: bool) -> bool:
+    """Whether each item of either has an equal item in the other; of a list, as many."""
+    keys, wanted_keys = ([_number(item) or item for item in items] for items in (ours, theirs))
+    known, wanted = dict(zip(keys, ours, strict=True)), dict(zip(wanted_keys, theirs, strict=True))
+    if is_list:
+        extra = [known[key] for key in (Counter(keys) - Counter(wanted_keys)).elements()]
+        missing = [wanted[key] for key in (Counter(wanted_keys) - Counter(keys)).elements()]
+    else:
+        extra = [item for key, item in known.items() if key not in wanted]
+        missing = [item for key, item in wanted.items() if key not in known]
     if len(extra) * len(wanted) + len(missing) * len(known) > MOST_PAIRS:
         raise TooLongError(f"sets of {len(ours)} and {len(theirs)} items")
-    return all(any(_same(item, other) for other in wanted.values()) for item in extra) and all(
-        any(_same(other, item) for other in known.values()) for item in missing
-    )
+    if not is_list:
+        return all(any(_same(item, other) for other in wanted.values()) for item in extra) and all(
+            any(_same(other, item) for other in known.values()) for item in missing
+        )
+    for item in extra:
+        match = next((other for other in missing if _same(item, other)), None)
+        if match is None:
+            return False
+        missing.remove(match)
+    return not missing
 
 
 def _same_relation(ours: list[str], by: str, theirs: list[str], expected_by: str) -> bool:
     """Whether two chains of relations are the same; `x = 5` is the same as `5`."""
+    plain = [each in ("", "∈") for each in (by, expected_by)]
+    if plain[0] != plain[1] and not set(by + expected_by) <= {"=", "∈"}:
+        interval = _interval(theirs, expected_by) if plain[0] else _interval(ours, by)
+        return interval is not None and _same_union(interval, ours[-1] if plain[0] else theirs[-1])
     if not by or not expected_by:
         return set(by + expected_by) <= {"=", "∈"} and _same_union(ours[-1], theirs[-1])
     if set(by + expected_by) <= {"=", "∈"}:
         if _text(ours[0]) == _text(theirs[0]):
             return _same(ours[-1], theirs[-1])
         ours, theirs, by, expected_by = [ours[0], ours[-1]], [theirs[0], theirs[-1]], by[0], expected_by[0]
-    one, other = _ascending(ours, by), _ascending(theirs, expected_by)
-    if len(one) * len(other) > MOST_PAIRS:
-        raise TooLongError(f"chains of {len(one)} and {len(other)} relations")
-    return all(any(_proportional(each, wanted) for wanted in other) for each in one) and all(
-        any(_proportional(each, wanted) for each in one) for wanted in other
+    chain, expected_chain = _ascending(ours, by), _ascending(theirs, expected_by)
+    if len(chain) * len(expected_chain) > MOST_PAIRS:
+        raise TooLongError(f"chains of {len(chain)} and {len(expected_chain)} relations")
+    return all(any(_proportional(each, wanted) for wanted in expected_chain) for each in chain) and all(
+        any(_proportional(each, wanted) for each in chain) for wanted in expected_chain
     )
+
+
+def _interval(sides: list[str], by: str) -> str | None:
+    """The interval of a chain such as `-2 ≤ x < 7` or `x > 3`; None of another chain."""
+    if by and set(by) <= {">", "≥"}:
+        sides, by = sides[::-1], by[::-1].replace(">", "<").replace("≥", "≤")
+    if len(by) == 1 and VARIABLE.fullmatch(sides[0]):
+        sides, by = [r"-\infty ", *sides], f"<{by}"
+    elif len(by) == 1:
+        sides, by = [*sides, r"\infty "], f"{by}<"
+    if len(by) != 2 or not set(by) <= {"<", "≤"} or not VARIABLE.fullmatch(sides[1]):
+        return None
+    return f"{'(' if by[0] == '<' else '['}{sides[0]},{sides[2]}{')' if by[1] == '<' else ']'}"
 
 
 def _ascending(sides: list[str], by: str) -> list[tuple[str, str]]:
@@ -200,7 +235,7 @@ def _proportional(one: tuple[str, str], other: tuple[str, str]) -> bool:
 def _same_union(answer: str, expected: str) -> bool:
     ours, theirs = _split(answer, "∪")[0], _split(expected, "∪")[0]
     if len(ours) > 1 or len(theirs) > 1:
-        return len(ours) > 1 and len(theirs) > 1 and _same_items(ours, theirs)
+        return len(ours) > 1 and len(theirs) > 1 and _same_items(ours, theirs, False)
     (brackets, rows), (wanted_brackets, wanted) = _group(answer), _group(expected)
     if not rows and not wanted:
         return _same_scalar(answer, expected)
@@ -211,8 +246,10 @@ def _same_union(answer: str, expected: str) -> bool:
 
 def _group(text: str) -> tuple[str, list[list[str]]]:
     """The brackets and rows of an interval, a tuple or a matrix; no rows where the text is none."""
+    inner = _inside(text, "([", ")]") or ""
+    text = inner if _inside(inner, "⟦", "⟧") else text  # a matrix in brackets of its own
     is_matrix = text.startswith("⟦")
-    inner = _inside(text, "⟦", "⟧") if is_matrix else _inside(text, "([", ")]")
+    inner = (_inside(text, "⟦", "⟧") if is_matrix else _inside(text, "([", ")]")) or ""
     rows = [_split(row, ",")[0] for row in _split(inner, ";")[0] if row] if inner else []
     return (text[0] + text[-1], rows) if rows and (is_matrix or len(rows[0]) > 1) else ("", [])
 
@@ -230,6 +267,14 @@ NO_UNITS = (
 )
 """Words after a number that make another number or an expression of it; other words are units."""
 
+UNIT_NAMES = {
+    **{"meter": "m", "metre": "m", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s", "foot": "ft"},
+    **{"feet": "ft", "inche": "in", "inch": "in", "mile": "mi", "gram": "g", "kilogram": "kg", "pound": "lb"},
+    **{"ounce": "oz", "kilometer": "km", "centimeter": "cm", "millimeter": "mm", "percent": "%", "¢": "cent"},
+    **{"square": "sq", "liter": "l"},
+}
+"""Spellings of units without their final s."""
+
 NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s*
     (?:
@@ -239,10 +284,10 @@ NUMBER = re.compile(
       | (?:(?P<factor>{PLAIN})\s*×\s*)?10\s*(?P<power>{POWER})
       | (?P<plain>{PLAIN}(?:[eE][-+]?\d{{1,4}})?)
     )
-    (?P<unit>\s*(?:%|(?:{UNITS})\b|\s(?!(?:{WORDS})\b)[A-Za-z][A-Za-z ./]+)(?:\^\{{?\d\}}?)?)?""",
+    (?P<unit>\s*(?:[%¢]|°\s*[CF]?|(?:{UNITS})\b|\s(?!(?:{WORDS})\b)[A-Za-z][A-Za-z ./]+)(?:\^\{{?\d\}}?)?)?""",
     re.VERBOSE,
 )
-NO_EXPRESSION = re.compile(r"[^\d\\^_+×/|]*")
+NO_EXPRESSION = re.compile(r"(?:[^\d\\^_+×/|(-]|(?<![A-Za-z])\()*")
 
 
 @dataclass(frozen=True)
@@ -257,8 +302,9 @@ class _Number:
 @lru_cache(maxsize=4 * LONGEST_ANSWER)
 def _number(text: str) -> _Number | None:
     r"""The number that a text is: with decimals, a fraction, a mixed number, a power of ten; None if it is another."""
-    text, _, unit = text.removeprefix("‡").partition("‡")
-    for opening, closing in ("()", "{}"):
+    is_dollar = "¤" in text
+    text, _, unit = text.replace("¤", "").removeprefix("‡").partition("‡")
+    for opening, closing in ("()", "{}") * 3:
         text = _inside(text.strip(), opening, closing) or text.strip()
     match = NUMBER.fullmatch(text)
     if match is None:
@@ -275,8 +321,17 @@ def _number(text: str) -> _Number | None:
     elif part["repeated"]:
         decimals, period = len(part["start"].partition(".")[2]), part["repeated"]
         value = Fraction(f"0{part['start']}0") + Fraction(int(period), (10 ** len(period) - 1) * 10**decimals)
-    unit = re.sub(r"[^a-z\d%]", "", (part["unit"] or unit).lower()).removesuffix("s")
+    unit = (part["unit"] or unit).lower()
+    if re.search(rf"\b(?:{NO_UNITS})\b", unit):
+        return None
+    unit = "".join(_unit_word(word) for word in re.findall(r"[a-z\d%¢¤]+", unit)) or ("dollar" if is_dollar else "")
+    unit = re.sub(r"^sq(.+)", r"\g<1>2", unit)
     return _Number(-value if part["sign"] == "-" else value, over is not None, unit)
+
+
+def _unit_word(word: str) -> str:
+    word = word.removesuffix("s") if len(word) > 1 else word
+    return UNIT_NAMES.get(word, word)
 
 
 def _same_scalar(answer: str, expected: str) -> bool:
@@ -285,11 +340,14 @@ def _same_scalar(answer: str, expected: str) -> bool:
         return number is not None and _same_number(number, wanted)
     if all(NO_EXPRESSION.fullmatch(each) for each in (answer, expected)):
         return _text(answer) == _text(expected)
-    (answer, _, unit), (expected, _, wanted_unit) = (each.partition("‡") for each in (answer, expected))
+    texts = _text(answer), _text(expected)
+    (answer, _, unit), (expected, _, wanted_unit) = (
+        each.replace("¤", "").partition("‡") for each in (answer, expected)
+    )
     if unit and wanted_unit and _text(unit) != _text(wanted_unit):
         return False
     if (found := evaluated(answer, expected)) is None:
-        return _text(answer) == _text(expected) != ""
+        return texts[0] == texts[1] != "" or _text(answer) == _text(expected) != ""
     values, tolerance, bits = found
     with mp.workprec(bits):
         return all(equal(ours, theirs, tolerance) for ours, theirs in zip(*values, strict=True))
@@ -306,6 +364,6 @@ def _same_number(number: _Number, wanted: _Number) -> bool:
 
 
 def _text(text: str) -> str:
-    text = re.sub(r"[\s{}‡]", "", text)
+    text = re.sub(r"[\s{}‡¤°]", "", text)
     text = _inside(text, "(", ")") or text
     return text.casefold() if len(text) > 1 else text

@@ -148,7 +148,7 @@ class _Expression:
         self._tokens: list[tuple[str, str]] = []
         self._at, self._depth, self._point = 0, 0, point
         self.sizes: list[int] = []
-        self.has_letters = False
+        self.has_letters = self._in_function = False
         for number, command, letters, other in TOKEN.findall(text.replace("‡", " ")):
             name = command or (letters if letters in FUNCTIONS or letters in ("pi", "sqrt") else "")
             if number or name:
@@ -212,7 +212,10 @@ class _Expression:
         while sign := self._take("+", "-"):
             negative ^= sign == "-"
         result = self._base()
-        while sign := self._take("^", "!"):
+        while sign := self._take("^", "!", "°"):
+            if sign == "°":
+                result = self._degrees(result)
+                continue
             result = Fraction(math.factorial(_natural(result))) if sign == "!" else _power(result, self._argument())
             self._seen(result)
         return -result if negative else result
@@ -266,9 +269,16 @@ class _Expression:
         power = self._argument() if self._take("^") else Fraction(1)
         if power == -1 and f"arc{name}" in FUNCTIONS:
             name, power = f"arc{name}", Fraction(1)
+        outer, self._in_function = self._in_function, True
         argument = self._base() if self._kind() in BRACKETS else self._product(of_function=True)
+        argument = self._degrees(argument) if self._take("°") else argument
+        self._in_function = outer
         result = FUNCTIONS[name](real(_bounded(argument, 1000)))
         return _power(result if base is None else result * mp.log(10) / mp.log(real(base)), power)
+
+    def _degrees(self, value: Any) -> Any:
+        """Degrees are radians in a trigonometric function, elsewhere a unit."""
+        return real(value) * mp.pi / 180 if self._in_function else value
 
     def _letter(self, name: str) -> Any:
         if self._take("_"):

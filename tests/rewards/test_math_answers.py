@@ -50,6 +50,28 @@ ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     r"5 \text{ cm}": (["5", "5 cm", r"5\text{cm}"], [r"5 \text{ m}", "6 cm"]),
     r"50\%": (["50", "0.5", "50%"], ["5", "500", "0.05"]),
     r"90^\circ": (["90", r"90^{\circ}", "90 degrees"], [r"89^\circ"]),
+    "7": (
+        ["7 months", "7 glasses of water", r"7 \pmod{10}", "7 (mod 10)", "{{7}}", "7 eggs per day", "7 more"],
+        [
+            "7 million",
+            r"7 \text{ hundred}",
+            "7 dozen",
+            "7 squared",
+            "7 factorial",
+            "7 halves",
+            "7 plus x",
+            "7 to x",
+            ">7",
+            r"\ge 7",
+            r"\neq 7",
+        ],
+    ),
+    r"\$5": (["5", "$5", "5 dollars"], ["5 cents", "5¢"]),
+    "5 cents": (["5", "5¢"], ["$5", r"\$5"]),
+    "5 ft": (["5 feet", r"5 \text{ foot}", "5"], ["5 meters", "5 square feet"]),
+    r"5 \text{ ft}^2": (["5 square feet"], ["5 feet"]),
+    "5 hours": (["5 hrs", "5 hr"], ["5 min"]),
+    "5 kg": (["5 kilograms"], ["5 grams"]),
     # roots, powers and other closed forms
     r"2\sqrt{3}": ([r"\sqrt{12}", r"2 \cdot \sqrt3", r"\frac{6}{\sqrt{3}}"], ["3.4641016", "3", r"\sqrt{3}", "2*3"]),
     r"\frac{\sqrt{2}}{2}": ([r"\frac{1}{\sqrt{2}}", r"\sqrt{2}/2", r"\sqrt{0.5}"], ["0.70710678", r"\sqrt{2}"]),
@@ -85,12 +107,18 @@ ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     r"\arctan 2": ([r"\tan^{-1}(2)", r"\arctan(2)"], ["1.107", r"\tan 2"]),
     r"\log_2 3": ([r"\frac{\ln 3}{\ln 2}", r"\log_{2}{3}"], [r"\log_3 2"]),
     "xy": (["xy", r"x \cdot y", r"y \times x"], ["yx", "x+y"]),
+    "ab-ac": (["a(b-c)", "-(ac-ab)"], ["ab-bc", "acab"]),
+    r"\frac{\sqrt2}{2}": ([r"\sin 45^\circ", r"\cos(45)^{\circ}", r"\sin{(30+15)^\circ}"], [r"\sin 45"]),
+    r"\sin 30^\circ": ([r"\cos 60°"], [r"\sin 30"]),
     # relations
     "y = 2x + 3": (["2x - y + 3 = 0", "2x+3", "y=3+2x"], ["y=2x-3", "x=2y+3"]),
     "x = 5": (["5", "5 = x"], ["y=5", "x=6", "x>5"]),
     r"x \le 5": ([r"5 \ge x", "x ≤ 5", r"2x \leq 10"], ["x<5", r"x \ge 5", "5"]),
     r"1 \le x < 3": ([r"1 \leq x < 3", r"3 > x \ge 1"], [r"1 \le x \le 3", r"1 < x < 3"]),
     r"(x-2)^2+(y+3)^2=16": (["(y+3)^2 + (x-2)^2 = 16"], ["(x-2)^2+(y+3)^2=4"]),
+    "[-2,7]": ([r"-2 \le x \le 7", r"7 \ge t \ge -2"], [r"-2 < x \le 7", "x < 7"]),
+    r"x > 3": ([r"(3, \infty)", r"x \in (3,\infty)"], [r"[3,\infty)", r"(-\infty,3)"]),
+    "1,1,2": (["1,2,1"], ["1,2", "1,2,2"]),
     # intervals, tuples, lists, sets and matrices
     "[0,1)": (["[0, 1)", r"\left[0,1\right)", r"x \in [0,1)"], ["(0,1]", "[0,1]", "(0,1)", "0,1", "[0,2)"]),
     r"(-\infty, 3] \cup [5, \infty)": (
@@ -108,7 +136,7 @@ ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     r"1 \pm \sqrt{2}": ([r"1+\sqrt{2}, 1-\sqrt{2}", r"1 \pm \sqrt2"], [r"1+\sqrt{2}", r"-1 \pm \sqrt{2}"]),
     r"\emptyset": ([r"\varnothing", r"\{\}", "∅"], ["0", r"\{0\}"]),
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": (
-        [r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"],
+        [r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)"],
         [r"\begin{pmatrix}1&3\\2&4\end{pmatrix}", "1,2,3,4"],
     ),
     # texts
@@ -116,6 +144,7 @@ ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     r"\text{Tuesday}": (["Tuesday", "tuesday", r"\mathrm{Tuesday}."], ["Monday", "T"]),
     r"\text{(A)}": (["A", "(A)", r"\textbf{(A)}"], ["B", "AB", r"(A),(B)"]),
     "no solution": (["No solution.", r"\text{no solution}"], ["solution", "0"]),
+    "January 5": ([r"\text{January 5}"], ["January 6", "5"]),
     "1011_2": (["1011_{2}"], ["1011", "1011_3", "11"]),
     r"\int_0^1 x\,dx": ([r"\int_{0}^{1} x dx"], ["0.5"]),
 }
