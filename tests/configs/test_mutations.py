@@ -134,7 +134,7 @@ def test_a_value_that_nothing_can_work_with_is_refused(tmp_path: Path, override:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_train.training_args.learning_rate=1e12", "1e+12 is unusual: usual values are between 1e-10 and 1"),
+        ("actor_train.training_args.learning_rate=1e12", "1e+12 is unusual: usual values are between 1e-10 and 0.1"),
         ("engine_restart_delay_s=1000", "1000 is unusual: usual values are between 0 and 60"),
         ("start_timeout_s=0.5", "0.5 is unusual: usual values are between 10 and "),
         ("sync_timeout_s=1e7", "1e+07 is unusual: usual values are between 0.1 and 86400"),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.pipeline import RLConfig
+
+if TYPE_CHECKING:
+    from roll.pipeline.training_loop import SampleBatch
 
 GROUPS = range(4, 9)
 """Prompts of a batch in a rehearsal, unless the recipe has fewer."""
@@ -16,6 +20,17 @@ MAX_GROUP_SIZE = 4
 
 MAX_OPTIMIZER_STEPS = 4
 """Optimizer steps of one pass over a batch; more would only repeat them."""
+
+
+class AlternatingScores:
+    """Adds 0.1 to the score of every other sample: agents with random weights get the same score from most games."""
+
+    def __init__(self, config: RLConfig) -> None:
+        pass
+
+    def before_learning(self, batch: SampleBatch, step: int) -> None:
+        """Changes `scores` [B]."""
+        batch.data.batch["scores"][::2] += 0.1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfi
 from roll.configs.rules.devices import CUDA_ONLY
 from roll.configs.schema import value_at
 from roll.tools.rehearse.batches import (
+    AlternatingScores,
     Batch,
     environment_groups,
     shrink_batch,
@@ -88,7 +89,7 @@ SHORT = "short texts of a random model"
 OPENED = "opened: a random model gives a whole group one score, and no group would be left"
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
 GRADED = "a random judge writes digits, and the last one is its grade"
-DIFFERS = "scores of a group differ by length, so that the loss has a gradient"
+DIFFERS = "scores of a group differ, so that the loss has a gradient"
 FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 
 
@@ -346,6 +347,9 @@ def _shrink_agents(edit: _Edit, config: AgenticConfig, batch: Batch, inputs: Inp
     turns = max(inputs.actions.values())
     length = inputs.prompt_tokens + turns * (tokens + inputs.turn_tokens)
     edit.set(("rollout_batch_size",), batch.groups * batch.group_size, SMALL)
+    if not config.async_training.batch_hook_class and SCORED.holds(config, config):
+        hook = f"{AlternatingScores.__module__}:{AlternatingScores.__name__}"
+        edit.set(("async_training", "batch_hook_class"), hook, DIFFERS)
     edit.set(("sequence_length",), length, f"holds {turns} turns of the environments")
     edit.set(("max_tokens_per_step",), tokens, SHORT)
     for role in ("actor_infer", "validation"):
