@@ -19,6 +19,8 @@ DECLARATIONS = Path("srt", "arg_groups", "fields")
 OWNED = {
     "model_path": "set model_args.model_name_or_path",
     "tokenizer_path": "the tokenizer is the model's",
+    "chat_template": "set data_args.template",
+    "download_dir": "models are downloaded to the folder of HF_HOME",
     "skip_tokenizer_init": "token ids go in and come out",
     "is_embedding": "the engines of a reward model have it",
     "dtype": "set model_args.dtype",
@@ -54,12 +56,17 @@ REFUSED = {
             enable_custom_logit_processor stat_loggers tool_server sidecar use_ray""",
         "makes the model that generates another one than is trained": """json_model_override_args revision uno_lora_path
             quantization_param_path quantize_and_serve modelopt_quant rl_quant_profile modelopt_checkpoint_restore_path
-            decrypted_config_file model_config_parser kt_weight_path dllm_algorithm encoder_only language_only""",
+            decrypted_config_file model_config_parser kt_weight_path dllm_algorithm encoder_only language_only
+            kv_cache_dtype""",
+        "reads files of another format than the framework checks": "load_format",
         "changes how tokens are sampled": "preferred_sampling_params sampling_defaults",
     }.items()
     for name in names.split()
 }
 """Option -> why it is refused; a model that scores and is not trained may be another one."""
+
+ALLOWED = {"kv_cache_dtype": ("auto", "bf16", "bfloat16"), "load_format": ("auto", "safetensors", "dummy")}
+"""Option of REFUSED -> its values that are not refused."""
 
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
 """Names in annotations that are checked; options of other types accept any value."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +72,8 @@ def gguf_file(text: str | Path) -> Path | None:
     """The GGUF file that names a model: the path itself, or the only one in a folder without safetensors."""
     path = Path(text)
     if path.suffix.lower() == ".gguf":
-        return path if path.is_file() else None
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return path if os.path.isfile(path) else None
+    if not os.path.isdir(path) or any(path.glob("*.safetensors")):
         return None
     files = list(path.glob("*.gguf"))
     return files[0] if len(files) == 1 else None

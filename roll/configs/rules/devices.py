@@ -23,7 +23,7 @@ from roll.configs.roles import (
     TrainingArguments,
 )
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
-from roll.configs.sglang_options import OWNED, REFUSED, RUNS_CODE, ServerOption, server_options
+from roll.configs.sglang_options import ALLOWED, OWNED, REFUSED, RUNS_CODE, ServerOption, server_options
 from roll.configs.suggestions import nearest
 from roll.configs.trackers import missing_package
 
@@ -334,7 +334,7 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
             if name in vllm.ROLE_OPTIONS:
                 hint = f"; set {role}.{vllm.ROLE_OPTIONS[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
-        elif value and value != "{}" and name in REFUSED and (not scores or REFUSED[name] == RUNS_CODE):
+        elif _is_refused(name, value, (known or {}).get(name)) and (not scores or REFUSED[name] == RUNS_CODE):
             report.error(f"{path}.{name}", f"{value!r} {REFUSED[name]}; leave it out")
         elif name == "mem_fraction_static":
             _check_share(f"{path}.{name}", value, report)
@@ -342,6 +342,12 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
             _check_value(f"{path}.{name}", value, known[name], report)
     if known is None and options:
         report.warn(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")
+
+
+def _is_refused(name: str, value: Any, option: ServerOption | None) -> bool:
+    if name in ALLOWED and option is not None and (option.error(value) or option.remark(value)):
+        return False  # `_check_value` reports what SGLang does not know
+    return name in REFUSED and bool(value) and value not in ALLOWED.get(name, ("{}",))
 
 
 def _check_share(path: str, share: Any, report: Report) -> None:

@@ -36,6 +36,9 @@ from roll.configs.trackers import METRICS_FILE
 LONGEST_NAME = 200
 """Characters of an `exp_name`, which trackers use as the name of a file."""
 
+COMPLETE = ("COMPLETE", "step-*/COMPLETE", "checkpoints/step-*/COMPLETE")
+"""Files of which a checkpoint, or a folder with checkpoints, has one."""
+
 TOP_K_BYTES = 8
 """Memory of one of the teacher's `opd_top_k` tokens of a batch: its id and its log-prob."""
 
@@ -45,13 +48,22 @@ LARGE_TOP_K_BYTES, MAX_TOP_K_BYTES = 4 * 2**30, 64 * 2**30
 
 def check_files(config: BaseConfig, report: Report) -> None:
     """Names can be printed; data files have a known type and exist; a checkpoint given by path exists."""
-    for key in ("exp_name", "output_dir", "logging_dir", "checkpoint_dir"):
+    for key in ("exp_name", "output_dir", "logging_dir", "checkpoint_dir", "rollout_dump_dir"):
         value = getattr(config, key, None)
         if isinstance(value, str) and not value.isprintable():
             report.error(key, f"{value!r} has characters that cannot be printed; remove them")
     if len(config.exp_name) > LONGEST_NAME:
         report.error("exp_name", f"has {len(config.exp_name):,} characters; use at most {LONGEST_NAME}")
+    if ".." in Path(config.exp_name).parts or os.path.isabs(config.exp_name):
+        report.error("exp_name", f"{config.exp_name} leads out of the folder of the run; use a name without ..")
+    if "save_steps" in config.source.given and config.save_steps > config.max_steps > 0:
+        report.warn(
+            "save_steps", f"{config.save_steps} is above max_steps {config.max_steps}: only the last step is saved"
+        )
     for role in config.data_roles():
+        given = [os.path.realpath(name) for name in getattr(config, role).data_args.file_name]
+        if twice := next((name for name in given if given.count(name) > 1), None):
+            report.warn(f"{role}.data_args.file_name", f"lists {twice} twice, so its rows count twice; list it once")
         check_name(f"{role}.data_args.template", getattr(config, role).data_args.template, TEMPLATES, report)
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
@@ -72,6 +84,8 @@ def check_files(config: BaseConfig, report: Report) -> None:
         otherwise = "is not a folder; use a checkpoint's path, or true for the newest one of output_dir"
         reason = _absence(checkpoint, otherwise, Path.is_dir)
         report.missing_resource("resume_from_checkpoint", f"{checkpoint} {reason}")
+    elif isinstance(checkpoint, str) and not any(next(Path(checkpoint).glob(each), None) for each in COMPLETE):
+        report.missing_resource("resume_from_checkpoint", f"{checkpoint} holds no complete checkpoint")
 
 
 def _check_dataset_folder(name: str, role: str, config: BaseConfig, report: Report) -> None:
@@ -113,15 +127,21 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
     for tracker in sorted({*config.track_with} & {*config.tracker_kwargs}):
         for option in ("log_dir", "logdir"):
             folders[f"tracker_kwargs.{tracker}.{option}"] = config.tracker_kwargs[tracker].get(option)
+    for role, worker in config.device_roles().items():
+        if isinstance(worker, EngineRoleConfig):
+            key = f"{role}.strategy_args.strategy_config.crash_dump_folder"
+            folders[key] = worker.strategy_args.strategy_config.get("crash_dump_folder")
     for key, folder in folders.items():
         if folder is None:
             continue
-        why, place = _obstacle(Path(folder)), Path(folder).resolve()
+        why, place = obstacle(Path(folder)), Path(folder).resolve()
         if why is not None and why not in reported:
             report.missing_resource(key, f"{folder} {why}; use another")
             reported.add(why)
         inside = next((model for model in models if place.is_relative_to(model)), None)
-        if "://" in str(folder):
+        if str(folder).startswith("~"):
+            report.error(key, f"{folder} is of a user that this machine does not have; use another folder")
+        elif "://" in str(folder):
             report.error(key, f"{folder} is an address; use a folder of this machine")
         elif place == Path("/"):
             report.error(key, f"{folder} is the root folder; use a folder of its own")
@@ -146,12 +166,15 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
         )
 
 
-def _obstacle(folder: Path) -> str | None:
+def obstacle(folder: Path) -> str | None:
+    """Why a folder cannot be made or written; None if it can."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path) or path == path.parent)
     if not there.is_dir():
         return f"cannot be a folder, since {there} is a file"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"cannot be written, since this user has no access to {there}"
+    if there.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return f"cannot be made, since {there} belongs to the kernel"
     for path in (folder, *(there / name for name in folder.relative_to(there).parts)):
         if (why := unreachable(path)) is not None:
             return f"cannot be used, since {reprlib.repr(path.name)} cannot be reached: {why}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+from pathlib import Path
 
 from roll.configs.errors import Report
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import EngineRoleConfig
+from roll.configs.rules.files import obstacle
 from roll.configs.rules.learning import LOWEST_TEMPERATURE
 from roll.configs.schema import value_at
 from roll.configs.scoring_roles import ScoringEngineConfig
@@ -58,6 +61,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "judge_temperature": (0.0, 5.0),
     "top_p": (1e-3, 1.0),
     "repetition_penalty": (0.1, 10.0),
+    "mem_fraction_static": (0.02, 0.98),
     "async_generation_ratio": (0.0, 64.0),
     "max_staleness_allowed": (0, 1000),
     "max_sample_age_s": (1.0, YEAR_S),
@@ -160,7 +164,9 @@ THREADS = re.compile(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", re.ASCII)
 """Values that OpenMP understands: a number of threads, or one for each level."""
 
 REFUSED_VARIABLES = {
-    ("PYTHONHOME", "PYTHONINSPECT", "PYTHONSTARTUP"): "changes how Python starts in every process; leave it out",
+    ("PYTHONHOME", "PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONOPTIMIZE"): (
+        "changes how Python starts in every process; leave it out"
+    ),
     ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_AUTH_TOKEN"): "comes too late, as Ray has been started; export "
     "it in the shell before `roll run`",
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"): (
@@ -171,6 +177,14 @@ REFUSED_VARIABLES = {
 
 PATH_VARIABLES = ("TMPDIR", "TMP", "TEMP", "HOME", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PATH")
 """Variables with paths that processes need."""
+
+CACHE_VARIABLES = (
+    "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_ASSETS_CACHE TRANSFORMERS_CACHE XDG_CACHE_HOME TORCH_HOME"
+    " TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR MODELSCOPE_CACHE"
+).split()
+"""Variables with folders that processes make."""
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -215,11 +229,26 @@ def check_variables(config: BaseConfig, report: Report) -> None:
         for name, value in variables.items():
             if name in THREAD_VARIABLES and not THREADS.fullmatch(value):
                 report.error(f"{path}.{name}", f"{value!r} is not a number of threads, such as '4'")
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                report.error(path, f"{name!r} is not the name of a variable; use letters, digits and _")
+            if name == "PYTHONHASHSEED" and not (value == "random" or (value.isdecimal() and int(value) < 2**32)):
+                report.error(f"{path}.{name}", f"{value!r} ends every process; use random or 0 to 4294967295")
             for names, why in REFUSED_VARIABLES.items():
                 if name in names:
                     report.error(f"{path}.{name}", f"{value!r} {why}")
+            if name in CACHE_VARIABLES and (reason := obstacle(Path(value))):
+                report.missing_resource(f"{path}.{name}", f"{value} {reason}; use another")
+            if name in INTERFACE_VARIABLES and not _has_interface(value):
+                there = ", ".join(known for _, known in socket.if_nameindex())
+                report.warn(f"{path}.{name}", f"{value} is not an interface of this machine, which has {there}")
             if name in PATH_VARIABLES and not any(map(os.path.exists, re.split("[: ]", value))):
                 report.warn(f"{path}.{name}", f"{value} is not on this machine; use a path that every node has")
+
+
+def _has_interface(value: str) -> bool:
+    """Whether this machine has an interface that a variable names: by its beginning, or with `^` those to leave out."""
+    names = [name for _, name in socket.if_nameindex()]
+    return value.startswith("^") or any(name.startswith(tuple(value.lstrip("=").split(","))) for name in names)
 
 
 def check_engine_lengths(config: BaseConfig, report: Report) -> None:
