@@ -136,6 +136,9 @@ def _model(name: re.Pattern[str]) -> Callable[[Recipe], Found]:
     )
 
 
+LORA_KEYS = ("finetuning_type", "adapter", "peft_type", "tuner_type", "train_type")
+"""Keys whose value may be LoRA."""
+
 LORA_NAME = re.compile(r"(use_|enable_)?(q?lora|peft)(_\w+)?", re.IGNORECASE)
 """Keys that turn LoRA on in any framework, or set its size."""
 
@@ -174,7 +177,12 @@ CAPABILITIES: dict[str, Callable[[Recipe], Found]] = {
         _model(MOE_NAME),
     ),
     "linear attention": _model(LINEAR_ATTENTION_NAME),
-    "LoRA": _any(_of_roles("model_args.adapter_name_or_path", bool), _adapters),
+    "LoRA": _any(
+        _of_roles("model_args.adapter_name_or_path", bool), _adapters, _given(*LORA_KEYS, accepts=_is("*lora*"))
+    ),
+    "quantised training": _given(
+        "load_in_4bit", "load_in_8bit", "quantization_bit", "bnb_config", "quantization_config"
+    ),
     "frozen parts of a model": _of_roles("model_args.freeze_module_prefix", freezes_text, TRAINED_ROLES),
     "training in fp8": _option("fp8", bool),
     "context parallelism": _any(

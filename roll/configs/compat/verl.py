@@ -105,6 +105,13 @@ VALUE_HINTS = {
     "loss_mode": "vanilla there is ppo here",
     "use_opsm": "against the engine's log-probs: 1e-2 or more in half precision",
     "loss_type": "cispo is a pg_variant, and cispo_epsilon_high is epsilon_high - 1",
+    "optimizer": "the optimizer is Adam; its numbers are there",
+    "push_to_hub": "the model is exported to output_dir/hf_model; upload it with huggingface-cli",
+    "do_sample": "0 is greedy, in validation",
+    "stage": "rlvr, agentic, sft, dpo or reward_model",
+    "val_before_train": "above 0 it runs before step 1 too",
+    "colocate_all_models": "equal device mappings share devices",
+    "vllm_num_engines": "num_gpus_per_worker devices each",
     **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs", "num_epochs", "n_epochs"), EPOCHS),
 }
 """Last part of a name in `NAMES` -> which of its values has another name in this project, or how it is computed."""
