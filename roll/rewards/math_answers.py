@@ -47,8 +47,10 @@ def same_answer(answer: str, expected: str) -> bool:
 CHARACTERS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u00b7": "×", "\u22c5": "×", "*": "×", "÷": "/", "\u2044": "/", "π": r"\pi "}
     | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "~": " ", "\u00a0": " "}
-    | {"€": "", "£": "", "¥": "", "‡": ""}
+    | {"‡": ""}
 )
+CURRENCIES = {"¤": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # ¤ stands for a $ that is no mark of a formula
+CURRENCY = re.compile("[¤€£¥]")
 COMMANDS = {
     **dict.fromkeys(("left", "right", "middle", "displaystyle", "quad", "qquad", "limits", "degree"), " "),
     **dict.fromkeys(("big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr"), " "),
@@ -302,8 +304,8 @@ class _Number:
 @lru_cache(maxsize=4 * LONGEST_ANSWER)
 def _number(text: str) -> _Number | None:
     r"""The number that a text is: with decimals, a fraction, a mixed number, a power of ten; None if it is another."""
-    is_dollar = "¤" in text
-    text, _, unit = text.replace("¤", "").removeprefix("‡").partition("‡")
+    currency = CURRENCY.search(text)
+    text, _, unit = CURRENCY.sub("", text).removeprefix("‡").partition("‡")
     for opening, closing in ("()", "{}") * 3:
         text = _inside(text.strip(), opening, closing) or text.strip()
     match = NUMBER.fullmatch(text)
@@ -324,7 +326,9 @@ def _number(text: str) -> _Number | None:
     unit = (part["unit"] or unit).lower()
     if re.search(rf"\b(?:{NO_UNITS})\b", unit):
         return None
-    unit = "".join(_unit_word(word) for word in re.findall(r"[a-z\d%¢¤]+", unit)) or ("dollar" if is_dollar else "")
+    unit = "".join(_unit_word(word) for word in re.findall(r"[a-z\d%¢¤]+", unit)) or (
+        CURRENCIES[currency[0]] if currency else ""
+    )
     unit = re.sub(r"^sq(.+)", r"\g<1>2", unit)
     return _Number(-value if part["sign"] == "-" else value, over is not None, unit)
 
@@ -342,7 +346,7 @@ def _same_scalar(answer: str, expected: str) -> bool:
         return _text(answer) == _text(expected)
     texts = _text(answer), _text(expected)
     (answer, _, unit), (expected, _, wanted_unit) = (
-        each.replace("¤", "").partition("‡") for each in (answer, expected)
+        CURRENCY.sub("", each).partition("‡") for each in (answer, expected)
     )
     if unit and wanted_unit and _text(unit) != _text(wanted_unit):
         return False
@@ -364,6 +368,6 @@ def _same_number(number: _Number, wanted: _Number) -> bool:
 
 
 def _text(text: str) -> str:
-    text = re.sub(r"[\s{}‡¤°]", "", text)
+    text = re.sub(r"[\s{}‡¤€£¥°]", "", text)
     text = _inside(text, "(", ")") or text
     return text.casefold() if len(text) > 1 else text

@@ -32,11 +32,11 @@ VARIABLE = re.compile(r"\s*[a-z]\s*")
 
 PART_BEFORE = re.compile(
     r"""
-    (?: (?: [\w)}\]]\$?\s*[+×÷∗∙·⋅∕⁄/^] | [\d)}\]]\$?\s*(?:[-\u2212–*]|[xX])   # an operand and an operator
+    (?: (?: [\w)}\]]\$?\s*[+±∓×÷∗∙·⋅∕⁄⊕⊗∘∈→/^] | [\d)}\]]\$?\s*(?:[-\u2212–*]|[xX])   # an operand and an operator
           | \b[A-Za-z][ ]?[-\u2212–*] | \\times | \\cdot )\s*\$?
       | [^-=\s]\s*(?:[≤≥≠]|(?<![-=])[<>]=?|!=)\s*                               # a relation other than `=`
       | \d[ ]?[%)]?\$?\s*(?:plus|minus|times|(?:divided|multiplied)\ by|over|mod(?:ulo)?|choose|%?\ ?of)\s+\$?
-      | \b(?:sqrt|log|ln|sin|cos|tan|exp)\s* | [\w√^π)\]}°²³] | \d\s?: | \d\s:\s
+      | \b(?:sqrt|log|ln|sin|cos|tan|exp)\s* | [±∓]\s* | [^\W_] | [^_]_ | [√∛∜^π)\]}°²³] | \d\s?: | \d\s:\s
       | \w\(  | [(\[]\s*(?:(?:[^\sA-Za-z,;()]+|[A-Za-z])\s*[,;]\s*)+                # arguments, tuples, intervals
     )-?\Z""",
     re.VERBOSE,
@@ -45,8 +45,9 @@ PART_BEFORE = re.compile(
 
 PART_AFTER = re.compile(
     rf"""
-    \s*(?:[+^!×÷∗∙·⋅∕⁄≤≥≠√π²³±_] | <(?![/!\w]*>) | >=?\s*[\w-]) | \s*[-\u2212–*/](?!\*)\s*(?:[A-Za-z]\b|[(√π\\])
-  | (?!(?:{UNITS})\b)[A-Za-z_(] | [ ](?![aAImgshlLKCFJNWV]\b)[A-Za-z]\b | \s*,\s*[^\s\d)\]]{{1,6}}\s*[)\]]
+    \s*(?:[+^!×÷∗∙·⋅∕⁄≤≥≠√∛π²³±] | _(?!_) | <(?![/!\w]*>) | >=?\s*[\w-])
+  | \s*[-\u2212–*/](?!\*)\s*(?:[A-Za-z]\b|[(√π\\])
+  | (?!(?:{UNITS})\b)[A-Za-z(] | [ ](?![aAImgshlLKCFJNWV]\b)[A-Za-z]\b | \s*,\s*[^\s\d)\]]{{1,6}}\s*[)\]]
   | \s+(?:{NO_UNITS})\b""",
     re.VERBOSE,
 )
@@ -111,7 +112,7 @@ def last_formula_or_number(text: str) -> str | None:
         return formula or None
     start = max(text.rfind(space, 0, number.start()) for space in " \t\n") + 1
     ends = [text.find(space, number.end()) for space in " \t\n"]
-    word = text[start : min((end for end in ends if end >= 0), default=len(text))].strip("*.,;:!?'\"")
+    word = text[start : min((end for end in ends if end >= 0), default=len(text))].strip("_*.,;:!?'\"")
     if LATEX.search(word):
         return word
     return None if _is_part(text, number.start(), number.end()) else _plain(number[0])

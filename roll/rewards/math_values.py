@@ -273,7 +273,7 @@ class _Expression:
         argument = self._base() if self._kind() in BRACKETS else self._product(of_function=True)
         argument = self._degrees(argument) if self._take("°") else argument
         self._in_function = outer
-        result = FUNCTIONS[name](real(_bounded(argument, 1000)))
+        result = FUNCTIONS[name](real(_bounded(argument, MOST_BITS if name in ("ln", "log") else 1000)))
         return _power(result if base is None else result * mp.log(10) / mp.log(real(base)), power)
 
     def _degrees(self, value: Any) -> Any:
