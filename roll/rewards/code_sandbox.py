@@ -10,7 +10,7 @@ import builtins
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
@@ -23,14 +23,24 @@ from roll.rewards.sandbox.assertions import free_names
 from roll.rewards.sandbox.client import Job, Limits, Sandbox
 from roll.rewards.sandbox.values import NotPlain, decode, encode
 
-FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*[{.]*([\w.+-]*)([^`]*)$")
+FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+[{.]*+([\w.+-]*+)([^`]*+)$")
 """The line before or after a block of code: indentation, marks, language and more."""
 
-PYTHON = re.compile(r"(?i)(?:py|python)[\d.]*")
+CLOSING = re.compile(r"[ \t]*(`{3,}|~{3,})(?=\s|$)(.*)")
+"""The line after a block: marks, and words that do not belong to them."""
+
+ONE_LINE = re.compile(r"[ \t]*(`{3,})[ \t]*(?:((?i:i?py|i?python|tool_code)[\d.]*)[ \t])?([^`\n]+)\1[ \t]*$")
+"""A block in one line: marks, language and code."""
+
+TRIPLE_QUOTES = re.compile(r"\"\"\"|'''")
+
+PYTHON = re.compile(r"(?i)(?:i?py|i?python|tool_code|code|starlark)[\d.]*")
 """The language of a block in Python."""
 
-DEFINED = re.compile(r"^[ \t]*(?:(?:async[ \t]+)?def|class)[ \t]+(\w+)|^(\w+)[ \t]*=", re.MULTILINE)
-"""A name that a program defines."""
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+INPUTS, TESTING = {"input", "stdin", "open", "fileinput"}, {"unittest", "pytest", "doctest"}
+"""Names by which a program reads its input, and modules that a program for tests imports."""
 
 TIME_OF_OTHERS_S = 5.0
 """Part of `timeout_s` that is left for the rest of a call after all tests have used their time."""
@@ -128,38 +138,115 @@ def program_in(response: str, config: RewardConfig, tests: Tests | None = None) 
     """The program of a response; None if there is none.
 
     It is the last block of code that is marked as Python, else the last that is not marked. If the tests use names, a
-    block that defines one comes before others. With `code_from: whole` the program is the whole response. What precedes
-    `</think>` does not count.
+    block that defines one comes before others, and a stub or an import after those; else blocks that read input, and
+    then others that call something, come first. With `code_from: whole` the program is the whole response. What
+    precedes `</think>` does not count.
     """
     text = without_reasoning(response)
     if config.code_from == "whole":
         return text if text.strip() else None
-    blocks = list(_blocks(text))
-    marked = [code for language, code in blocks if PYTHON.fullmatch(language)]
-    unmarked = [code for language, code in blocks if not language]
-    names = _names_in(tests) if tests is not None and len(marked) + len(unmarked) > 1 else set()
-    defining = [
-        [code for code in codes if any(names.intersection(found) for found in DEFINED.findall(code))]
-        for codes in (marked, unmarked)
-    ]
-    return next((codes[-1] for codes in (*defining, marked, unmarked) if codes), None)
+    names = _names_in(tests) if tests is not None else set()
+    chosen: tuple[int, bool, int, str] | None = None
+    for whole_strings in (True, False):  # a quotation mark in a comment opens no string
+        blocks = [
+            (language, code) for language, code in _blocks(text, whole_strings) if not language or _python(language)
+        ]
+        ranked = [(_rank(code, names), bool(language), at, code) for at, (language, code) in enumerate(blocks)]
+        chosen = max(ranked, default=None)
+        if chosen and chosen[0]:
+            break
+    return chosen and chosen[3]
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Language and code, without the indentation of the marks, of the blocks between marks; an open one is none."""
+def _python(language: str) -> bool:
+    return PYTHON.fullmatch(language) is not None
+
+
+def _blocks(text: str, whole_strings: bool) -> Iterator[tuple[str, str]]:
+    """Language and code, without the indentation of the marks, of the blocks between marks.
+
+    The last block may be open, and a block may be one line, if it is Python. With `whole_strings` marks in a string
+    with triple quotes end no block.
+    """
     opening: re.Match[str] | None = None
     code: list[str] = []
+    quotes = ""
     for line in text.splitlines(keepends=True):
-        fence = FENCE.match(line)
         if opening is None:
-            if fence:
-                opening, code = fence, []
-        elif fence and fence[2].startswith(opening[2]) and not fence[3] and not fence[4].strip():
+            opening, code, quotes = FENCE.match(line), [], ""
+            single = None if opening else ONE_LINE.match(line)
+            if single and _parsed(single[3]):
+                yield single[2] or "", single[3]
+            continue
+        closing = CLOSING.match(line)
+        if closing and closing[1].startswith(opening[2]) and not (_python(closing[2].strip()) or quotes):
             yield opening[3], "".join(code)
             opening = None
-        else:
-            indented = len(line) - len(line.lstrip(" \t"))
-            code.append(line[min(indented, len(opening[1])) :])
+            continue
+        indented = len(line) - len(line.lstrip(" \t"))
+        code.append(line[min(indented, len(opening[1])) :])
+        for found in TRIPLE_QUOTES.findall(line) if whole_strings else ():
+            quotes = "" if found == quotes else quotes or found
+    if opening and _parsed("".join(code)):
+        yield opening[3], "".join(code)
+
+
+def _parsed(code: str) -> list[ast.stmt]:
+    """The statements of a program; none if it is no Python."""
+    try:
+        return ast.parse(code).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _rank(code: str, names: set[str]) -> int:
+    """How likely code is the program: by the names that it defines, or without names by what it does."""
+    body = _parsed(code)
+    if names:
+        return max((strength for name, strength in _bound(body) if name in names), default=0)
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    reads = any(isinstance(node, ast.Name | ast.Attribute) and _read_name(node) in INPUTS for node in nodes)
+    calls = any(isinstance(node, ast.Call) for node in nodes)
+    return 0 if not calls or imported & TESTING else 2 if reads else 1
+
+
+def _read_name(node: ast.Name | ast.Attribute) -> str:
+    name = node.id if isinstance(node, ast.Name) else node.attr
+    return name if isinstance(node.ctx, ast.Load) else ""
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Names that code binds outside of functions: 2, or 1 for a stub, an import or a constant."""
+    for node in _outside_functions(body):
+        if isinstance(node, DEFINITIONS):
+            yield node.name, 1 if _is_stub(node) else 2
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0], 1
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            used = {each.id for each in _outside_functions([node.value]) if isinstance(each, ast.Name)}
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            stored = {each.id for each in _outside_functions(targets) if isinstance(each, ast.Name)}
+            yield from ((name, 1 if isinstance(node.value, ast.Constant) else 2) for name in stored - used)
+
+
+def _outside_functions(roots: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            pending += ast.iter_child_nodes(node)
+
+
+def _is_stub(node: ast.stmt) -> bool:
+    """Whether a definition does nothing but raise NotImplementedError."""
+    if isinstance(node, DEFINITIONS):
+        return all(map(_is_stub, node.body))
+    if isinstance(node, ast.Raise):
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return "NotImplementedError" in names
+    return isinstance(node, ast.Pass) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _names_in(tests: Tests) -> set[str]:

@@ -102,6 +102,8 @@ COMPARISONS = {
     "multiple_choice": lambda text: multiple_choice(text, "B", CONFIG),
     "exact_match": lambda text: exact_match("The answer is " + text, "B", CONFIG),
     "program": lambda text: program_in(text, CONFIG),
+    "program in a block": lambda text: program_in(f"```python\n{text}\n```", CONFIG),
+    "program in a line": lambda text: program_in(f"```{text}```", CONFIG),
     "output": lambda text: same_output(text, "5"),
     "long output": lambda text: same_output(text, text + "1"),
     "result": lambda text: _same_result(json.dumps(text), 5),
