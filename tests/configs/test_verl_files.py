@@ -132,3 +132,9 @@ def test_a_fragment_is_answered_with_what_a_file_needs(tmp_path: Path) -> None:
     text = "trainer: {nnodes: 1, n_gpus_per_node: 8, device: cuda}\nrollout: {nnodes: 1, n_gpus_per_node: 2}\n"
     needed = "the longest response in tokens, and pretrain, and actor_train.data_args.file_name"
     assert refusal(tmp_path, text=text).endswith(needed)
+
+
+def test_values_of_verl_are_read_with_a_remark_in_any_file(tmp_path: Path) -> None:
+    config = rlvr(tmp_path, "save_steps=-1", "track_with=[console]")
+    assert config.save_steps == 0 and config.track_with == ["stdout"]
+    assert {("save_steps", "-1 is read as 0"), ("track_with", "console is read as stdout")} <= set(config.source.notes)

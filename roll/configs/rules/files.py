@@ -140,7 +140,9 @@ def _check_folders(config: BaseConfig, report: Report) -> None:
             reported.add(why)
         inside = next((model for model in models if place.is_relative_to(model)), None)
         if str(folder).startswith("~"):
-            report.error(key, f"{folder} is of a user that this machine does not have; use another folder")
+            if (user := Path(folder).parts[0]) not in reported:
+                report.error(key, f"{folder} is of a user that this machine does not have; use another folder")
+            reported.add(user)
         elif "://" in str(folder):
             report.error(key, f"{folder} is an address; use a folder of this machine")
         elif place == Path("/"):
