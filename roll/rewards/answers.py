@@ -25,6 +25,12 @@ LETTER = re.compile(r"(?<![A-Za-z0-9'\u2019])([A-Za-z])(?![A-Za-z0-9'\u2019])")
 SEVERAL = re.compile(r"(?i)[A-Z]\)?\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z](?![A-Za-z0-9])")
 """Two choices at once."""
 
+ONLY_SEVERAL = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z]\)?)+[\s.*]*$")
+"""A statement that is nothing but several choices."""
+
+DENIED = re.compile(r"\bnot \(?[A-Z]\b\)?")
+"""A choice that a statement excludes."""
+
 LATEX_TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 """Text inside of LaTeX mathematics."""
 
@@ -38,8 +44,8 @@ def multiple_choice(response: str, ground_truth: str, config: RewardConfig) -> f
     The choice of the response is, in this order: the letter in the last `\boxed{}`; the first letter after the last
     "answer is" or "Answer:", in lower case only directly after it; the last capital letter that stands alone. I counts
     in the box, directly after these words and in parentheses, and is the pronoun elsewhere. A response without a
-    letter is wrong, and so is a box that holds something else or several letters. What precedes `</think>` does not
-    count.
+    letter is wrong, and so is a box that holds something else or several letters; so are several after
+    these words. What precedes `</think>` does not count.
 
     Args:
         response: the decoded response.
@@ -64,7 +70,9 @@ def choice(response: str) -> str | None:
         content = LATEX_TEXT.sub(r"\1", in_box).strip().lstrip("([").strip()
         letter = None if SEVERAL.match(content) else LETTER.match(content)
         return letter[1].upper() if letter else None
-    for stated in _statements(text):
+    for stated in (DENIED.sub("", each) for each in _statements(text)):
+        if ONLY_SEVERAL.match(stated):
+            return None
         direct, capitals = STATED_LETTER.match(stated), _capitals(stated)
         if direct or capitals:
             return direct[1].upper() if direct else capitals[0]
