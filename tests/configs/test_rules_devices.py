@@ -62,8 +62,8 @@ BATCH = {
 ALGORITHM = {
     "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; did you mean grpo? known: grpo, reinforce, ",
     "adv_estimator=gspo": "adv_estimator: 'gspo' is not known; gspo is a value of actor_train.pg_variant; known: ",
-    "actor_train.pg_variant=grpo": "actor_train.pg_variant: 'grpo' is not known; grpo is a value of adv_estimator; known: ",
-    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; did you mean topr? known: ppo, vanilla, ",
+    "actor_train.pg_variant=grpo": "actor_train.pg_variant: 'grpo' is not known; grpo is a value of adv_estimator; ",
+    "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; did you mean topr? ",
     "num_return_sequences_in_group=1 rollout_batch_size=512": "num_return_sequences_in_group: 1 gives every sample of "
     "grpo advantage 0, so nothing is learned; use at least 2",
     "is_num_return_sequences_expand=false": "is_num_return_sequences_expand: false is not available",
@@ -127,7 +127,7 @@ ENGINES = {
     "eval_steps=5": "validation.data_args.file_name: is empty, but eval_steps is 5; set a file, or eval_steps: 0",
     "actor_train.data_args.file_name=[]": "actor_train.data_args.file_name: is empty; set the JSONL or parquet files",
     "actor_train.data_args.file_name=a.csv": "actor_train.data_args.file_name: a.csv has an unknown file type",
-    "actor_train.data_args.template=qwen2_6": "template: 'qwen2_6' is not known; did you mean qwen2_5? known: native, none",
+    "actor_train.data_args.template=qwen2_6": "template: 'qwen2_6' is not known; did you mean qwen2_5? ",
 }
 
 MODEL_SPLITS = {
@@ -172,7 +172,7 @@ MISLEADING = {
     "training_args.warmup_ratio: 0.1 and warmup_steps 2 exclude each other; keep one",
     "actor_train.pg_variant={tis: 1, decoupled_ppo: 1}": "the losses of a mixture have one base of the ratio, and "
     "that of tis is the sampling policy",
-    "actor_train.pg_variant={ppo: 0.5, tospr: 0.5}": "actor_train.pg_variant: 'tospr' is not known; did you mean topr? known: ",
+    "actor_train.pg_variant={ppo: 0.5, tospr: 0.5}": "actor_train.pg_variant: 'tospr' is not known; did you mean topr?",
     "correction={m2_threshold: 0.04} old_log_probs_source=behavior": "correction.m2_threshold: needs the log ratios of "
     "the whole batch before the loss is computed",
     "correction.weights={level: token, normalize: true} actor_train.pg_variant=tis old_log_probs_source=behavior": ""
@@ -193,7 +193,7 @@ REWARD = "rewards.math_rule"
 REWARDS = {
     "rewards={}": "rewards: is empty, so nothing scores a response; describe one, such as math_rule: {}",
     "rewards={a: {}, b: {}}": "rewards.b: scores nothing: rewards.a already scores every tag that no reward",
-    f"{REWARD}.function=math_reward": f"{REWARD}.function: 'math_reward' is not the name of a function; did you mean math_rule? write",
+    f"{REWARD}.function=math_reward": "'math_reward' is not the name of a function; did you mean math_rule?",
     f"{REWARD}.function=a/b.py:f": "'a/b.py:f' is not the name of a function; write",
     f"{REWARD}.function=mine.py:f": "'mine.py:f' is not the name of a function; write module:function, here mine:f",
     f"{REWARD}.correct_score=0": f"{REWARD}.correct_score: 0 equals wrong_score, so every answer has the same score",
