@@ -20,6 +20,7 @@ def config(tmp_path: Path) -> Path:
     data = write(tmp_path, "{}", "train.jsonl")
     text = RLVR.replace("train.jsonl", str(data)).replace("device_mapping: 0-15", "device_mapping: [0, 1]")
     text = text.replace("device_mapping: 16-23", "device_mapping: [2]").replace("_steps: 64", "_steps: 512")
+    text = text.replace("qwen2.5-7B", "qwen2.5-0.5B")
     text += "platform: cpu\nnum_devices_per_node: 3\neval_steps: 1\nmax_steps: 2\n"
     text += f"validation:\n  data_args:\n    file_name: {data}\n"
     return write(tmp_path, text)
