@@ -147,7 +147,7 @@ def program_in(response: str, config: RewardConfig, tests: Tests | None = None) 
         return text if text.strip() else None
     names = _names_in(tests) if tests is not None else set()
     chosen: tuple[int, bool, int, str] | None = None
-    for whole_strings in (True, False):  # a quotation mark in a comment opens no string
+    for whole_strings in (True, False) if TRIPLE_QUOTES.search(text) else (False,):  # one in a comment opens no string
         blocks = [
             (language, code) for language, code in _blocks(text, whole_strings) if not language or _python(language)
         ]
