@@ -21,7 +21,7 @@ import psutil
 from roll.distributed.cluster import Cluster
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import Repeats
-from roll.distributed.ray_session import ray_processes
+from roll.distributed.ray_session import dead_ray_process, ray_processes
 from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError
 from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
@@ -150,10 +150,8 @@ class ProcessWatch:
 
 def ray_death() -> ClusterError | None:
     """The death of a process of the run's own Ray; None if all live."""
-    for name, process in ray_processes().items():
-        if status_of(process) in ENDED:
-            return _death_of(name)
-    return None
+    name = dead_ray_process()
+    return None if name is None else _death_of(name)
 
 
 def _death_of(name: str) -> ClusterError:

@@ -24,7 +24,7 @@ from ray.job_config import JobConfig
 
 from roll.configs.hardware import joins_ray
 from roll.distributed.leftovers import make_session_folder, remove_leftovers, remove_session
-from roll.distributed.processes import ProcessGroup, import_path
+from roll.distributed.processes import ProcessGroup, has_ended, import_path
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.platforms.platform import LOOPBACK
 
@@ -180,6 +180,11 @@ def _start_own(platform_name: str, num_devices: int, options: dict[str, Any]) ->
 def ray_processes() -> dict[str, psutil.Process]:
     """The processes of the Ray that this process has started, without which it ends, by name."""
     return {} if _own is None else _own.processes
+
+
+def dead_ray_process() -> str | None:
+    """Name of one of them that has died: without it most calls of Ray block until Ray ends this process."""
+    return next((name for name, process in ray_processes().items() if has_ended(process)), None)
 
 
 def _make_core_worker(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

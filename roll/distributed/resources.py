@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from roll.configs.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
-from roll.distributed.ray_session import CPU_SLOT
+from roll.distributed.ray_session import CPU_SLOT, dead_ray_process
 from roll.platforms.platform import LOOPBACK
 
 RESERVE_TIMEOUT_S = 10.0
@@ -149,7 +149,9 @@ class ResourceManager:
         return visible_devices(slot.local_devices, self.nodes[slot.node].gpus)
 
     def lost_nodes(self) -> list[int]:
-        """Indices of the nodes that Ray has lost."""
+        """Indices of the nodes that Ray has lost: all of them once its own processes have died."""
+        if dead_ray_process() is not None:
+            return [*range(len(self.nodes))]
         alive = {node["NodeID"] for node in _alive_nodes()}
         return [index for index, node in enumerate(self.nodes) if node.node_id not in alive]
 

@@ -9,16 +9,19 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from roll.distributed import process_watch
+from roll.distributed import process_watch, ray_session
+from roll.distributed.core_pinning import Topology
 from roll.distributed.engine_monitor import EnginesLostError
 from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
+from roll.distributed.resources import Node, ResourceManager
 from roll.stopped_processes import StopTimes
 
 
@@ -146,7 +149,7 @@ def test_the_death_of_a_rank_is_the_cause_of_an_error_of_another_one(cluster: An
 def ray(cluster: Sleeping, monkeypatch: pytest.MonkeyPatch) -> dict[str, psutil.Process]:
     """Two processes that stand for those of Ray."""
     processes = dict(zip(("gcs_server", "raylet"), cluster.local_processes.values(), strict=True))
-    monkeypatch.setattr(process_watch, "ray_processes", lambda: processes)
+    monkeypatch.setattr(ray_session, "_own", SimpleNamespace(processes=processes))
     monkeypatch.setattr(process_watch, "INTERVAL_S", 0.01)
     return processes
 
@@ -185,6 +188,15 @@ def test_the_death_of_a_process_of_ray_is_the_cause_of_errors_that_it_brings(
                 raise error
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_dead_ray_is_not_called_to_learn_its_nodes(ray: dict[str, psutil.Process], name: str) -> None:
+    resources = object.__new__(ResourceManager)
+    resources.nodes = [Node(node, "host", Topology(())) for node in "ab"]
+    ray[name].kill()
+    until(lambda: ray[name].status() == psutil.STATUS_ZOMBIE)
+    assert resources.lost_nodes() == [0, 1], "Ray would connect again for a minute, and end this process"
 
 
 def test_an_interruption_stays_one(ray: dict[str, psutil.Process], tmp_path: Path) -> None:
