@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray._private import services
+from ray._private import auto_init_hook, services
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
@@ -131,6 +131,7 @@ def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
         return
     remove_leftovers()
     _close_token_file()
+    auto_init_hook.enable_auto_connect = False  # a thread that calls Ray after its end would start another one
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 yields to every other process

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 from ray._private import utils as ray_utils
+from ray.exceptions import RaySystemError
 
 from roll.configs.pipeline import BaseConfig
 from roll.distributed import ray_session
@@ -49,6 +50,9 @@ def test_a_run_starts_its_own_ray_where_the_address_names_none(monkeypatch: pyte
     start_ray(BaseConfig(), "cpu", 2)
     ray_session.stop_ray()
     assert started[0]["address"] == "local" and started[0]["_node_ip_address"] == "127.0.0.1"
+    with pytest.raises(RaySystemError, match="not been started"):
+        ray.put(0)
+    assert len(started) == 1, "a call after the end of Ray starts no other one"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:6379", "head:6379", "[::1]:6379", "[fe80::1%eth0]:6379"])
