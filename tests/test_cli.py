@@ -248,6 +248,18 @@ def test_modules_beside_the_file_are_found_by_the_installed_script_in_every_proc
     )
 
 
+def test_files_of_the_current_folder_replace_no_standard_module_in_a_command_or_its_processes(tmp_path: Path) -> None:
+    """The reward is found in that folder; it raises with a variable that scripts started by it must not inherit."""
+    for name in ("profile", "queue", "random", "selectors", "tokenize", "types"):
+        write(tmp_path, "raise ImportError('of the user')\n", f"{name}.py")
+    write(tmp_path, "import os\ndef score(response):\n    raise ValueError(os.getenv('PYTHONSAFEPATH'))\n", "mine.py")
+    data = write(tmp_path, '{"prompt": "1+1=", "ground_truth": "2"}\n', "train.jsonl")
+    file = write(tmp_path, RLVR.replace("train.jsonl", str(data)) + 'rewards: {mine: {function: "mine:score"}}\n')
+    command = [sys.executable, "-m", "roll", "plan", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert run.stderr.startswith("mine.py:3: ValueError: None\n")
+
+
 @pytest.mark.parametrize("arguments", [["show", "output/none"], ["rehearse", "missing.yaml"], ["plan", "missing.yaml"]])
 def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path, arguments: list[str]) -> None:
     code = f"import sys; from roll.cli import main; main({arguments!r}); print('torch' in sys.modules)"

@@ -64,7 +64,8 @@ class Report:
 
     def error(self, path: str, message: str) -> None:
         """Adds a problem that stops planning and running."""
-        self.errors.append(Problem(path, message))
+        if (problem := Problem(path, message)) not in self.errors:
+            self.errors.append(problem)
 
     def warn(self, path: str, message: str) -> None:
         """Adds a remark about something that runs, but perhaps not as intended."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.errors import unreachable
+from roll.configs.errors import git_lfs_pointer, unreachable
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def read_model_config(file: Path, value_head: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise UnsupportedModel(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{file}: is not a model configuration: not JSON: {error}") from None
+        problem = git_lfs_pointer(file) or f"is not a model configuration: not JSON: {error}"
+        raise UnsupportedModel(f"{file}: {problem}") from None
     if not isinstance(raw, dict):
         raise UnsupportedModel(f"{file}: is not a model configuration: it contains a {type(raw).__name__}")
     check_model_config(raw, str(file), value_head)

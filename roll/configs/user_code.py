@@ -53,8 +53,9 @@ def search_modules_beside(config_file: str | Path) -> None:
     """Lets a configuration name modules of the current folder and of its own folder.
 
     Both come last on the import path, so that a file of the user replaces no installed module. The processes of a run
-    search where this one does.
+    search where this one does, and none of them the current folder first.
     """
+    os.environ["PYTHONSAFEPATH"] = "1"
     for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config_file))):
         if folder not in sys.path:
             sys.path.append(folder)
@@ -169,13 +170,14 @@ def start_user_process(at_end: Callable[[], None] = lambda: None) -> None:
     """Prepares a process that runs the user's code.
 
     It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since stdout has
-    the output of a command.
+    the output of a command. A script that the code starts finds the modules in its own folder.
 
     Args:
         at_end: called before it ends with its parent.
     """
     threading.Thread(target=_exit_with_parent, args=(at_end,), daemon=True).start()
     os.dup2(2, 1)
+    os.environ.pop("PYTHONSAFEPATH", None)
 
 
 def _exit_with_parent(at_end: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
 from roll.configs.compat.environments import base_file
-from roll.configs.errors import ConfigError, Problem, similar_path, unreachable
+from roll.configs.errors import ConfigError, Problem, git_lfs_pointer, similar_path, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
@@ -249,7 +249,8 @@ def _mapping(path: Path, may_be_empty: bool) -> Tree:
     if tree is None and may_be_empty:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("", "the top level must be a mapping of `key: value` lines")], str(path))
+        problem = git_lfs_pointer(path) or "the top level must be a mapping of `key: value` lines"
+        raise ConfigError([Problem("", problem)], str(path))
     return tree
 
 

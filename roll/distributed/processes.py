@@ -44,6 +44,7 @@ def thread_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "PYTHONPATH": import_path(),
+        "PYTHONSAFEPATH": "1",
     }
 
 

@@ -182,6 +182,7 @@ def _check_special_ids(folder: Path, raw: Mapping[str, Any], vocabulary: int) ->
     try:
         generating = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
+        _check_content(generation)
         raise UnsupportedModel(f"{generation}: cannot be read: {error}") from None
     for name, values in ((CONFIG_NAME, raw), (generation.name, generating)):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

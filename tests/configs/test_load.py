@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import ConfigError
+from roll.configs.errors import ConfigError, Report
 from roll.configs.hardware import Hardware, prepare_devices
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
@@ -278,6 +278,13 @@ def test_marks_of_hydra_are_read(tmp_path: Path, listed: str, seed: int) -> None
     write(tmp_path, RLVR + "seed: 1\nmax_steps: 7\n", "base.yaml")
     config = rlvr(tmp_path, text=f"defaults: {listed}\nseed: 2\n")
     assert (config.seed, config.max_steps) == (seed, 7)
+
+
+def test_a_problem_that_two_checks_find_is_reported_once() -> None:
+    report = Report()
+    for _ in range(2):
+        report.error("pretrain", "is missing")
+    assert [str(error) for error in report.errors] == ["pretrain: is missing"]
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])

@@ -69,6 +69,11 @@ def test_invalid_model_config_is_explained(tmp_path: Path, text: str) -> None:
     assert f"{tmp_path}/config.json: is not a model configuration" in refusal(tmp_path, f"pretrain={tmp_path}")
 
 
+def test_a_git_lfs_pointer_is_no_model_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert f"{tmp_path}/config.json: is a git-lfs pointer" in refusal(tmp_path, f"pretrain={tmp_path}")
+
+
 def test_a_model_without_a_size_is_explained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({key: QWEN[key] for key in QWEN if key != "hidden_size"}))
     assert "config.json: has no hidden_size; give a whole number" in refusal(tmp_path, f"pretrain={tmp_path}")

@@ -153,6 +153,7 @@ def test_all_broken_rules_are_reported_together(tmp_path: Path) -> None:
         ("seed: [1\n", "line 2, column 1: not YAML"),
         ("- seed\n", "the top level must be a mapping of `key: value` lines"),
         ("", "the top level must be a mapping of `key: value` lines"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "is a git-lfs pointer"),
     ],
 )
 def test_invalid_yaml_is_explained(tmp_path: Path, text: str, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, on the import path; modules that a test imports are forgotten."""
     known = set(sys.modules)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     search_modules_beside(tmp_path / "config.yaml")
     yield tmp_path
@@ -178,3 +181,10 @@ def test_processes_of_a_run_search_the_same_folders(folder: Path) -> None:
     search_modules_beside(beside / "config.yaml")
     paths = thread_environment(threads=1)["PYTHONPATH"].split(":")
     assert paths[-2:] == [str(folder), str(beside)]
+
+
+def test_a_file_of_the_current_folder_replaces_no_standard_module(folder: Path) -> None:
+    write(folder, "queue.py", "raise ValueError")
+    write(folder, "mine_q.py", "")
+    environment = os.environ | thread_environment(threads=1)
+    subprocess.run([sys.executable, "-c", "import queue, mine_q"], env=environment, check=True, timeout=60)

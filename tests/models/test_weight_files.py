@@ -129,6 +129,12 @@ def test_an_index_names_files_that_are_there_and_tensors_that_they_hold(folder: 
     assert f"{INDEX}: is a git-lfs pointer" in refusal("version https://git-lfs.github.com/spec/v1\n")
 
 
+def test_generation_options_may_be_a_git_lfs_pointer(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UnsupportedModel, match=r"generation_config\.json: is a git-lfs pointer"):
+        check_weights(folder)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

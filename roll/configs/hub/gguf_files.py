@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.errors import git_lfs_pointer
 from roll.configs.hub.names import WEIGHT_INDEX, HubError, cache_folder, has_tokenizer
 from roll.configs.model_config import CONFIG_NAME
 
@@ -119,7 +120,7 @@ def _convert(file: Path, folder: Path, weights: bool) -> None:
     try:
         reader = GGUFReader(file)
     except (ValueError, IndexError, OSError) as error:
-        raise HubError(f"{file}: is not a whole GGUF file: {error}") from error
+        raise HubError(f"{file}: {git_lfs_pointer(file) or f'is not a whole GGUF file: {error}'}") from error
     config = model_config(reader, file)
     if not has_tokenizer(folder):
         logger.info("reading the tokenizer of %s", file)

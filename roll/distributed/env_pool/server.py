@@ -85,6 +85,7 @@ class EnvActor(RpcActor):
         start_watchdog(interval_s=WATCH_INTERVAL_S)
         if log is not None:
             print_to(log)
+        os.environ.pop("PYTHONSAFEPATH", None)  # for scripts that an environment starts
         self._env_server = EnvServer()
         self._threads = ThreadPoolExecutor(capacity)
         self._server = RpcServer(self._run)

@@ -123,11 +123,18 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, extra: dict[str, Any], mes
     assert not (converted_folder(file) / "config.json").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"version https://git-lfs.github.com/spec/v1\n" * 4])
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is not a whole GGUF file"),
+        (b"GGUF", "is not a whole GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1\n" * 4, "is a git-lfs pointer, not the file itself; run git lfs"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     file = tmp_path / "cut.gguf"
     file.write_bytes(content)
-    with pytest.raises(HubError, match="cut.gguf: is not a whole GGUF file"):
+    with pytest.raises(HubError, match=f"cut.gguf: {problem}"):
         convert(file, weights=True)
 
 
