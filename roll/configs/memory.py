@@ -22,7 +22,7 @@ HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 that fit into caches are fast on a CPU; larger ones keep a GPU busy and need fewer reductions over ranks."""
 
 HEAD_KEPT_BYTES = 512 * 2**20
-"""Probabilities up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
+"""Logits up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
 
 TOP_TOKEN_BYTES = 48
 """Memory of one of the teacher's `opd_top_k` tokens in a training micro-batch: twelve fp32 values of it, its id, its
@@ -109,7 +109,7 @@ def _training_stage(
         copies = f"hidden states and gradients in fp32 2 x {tokens:,} tokens x {shape.hidden:,} x 4 B"
         training += [MemoryLine("value head", 2 * tokens * shape.hidden * 4, copies)]
     elif last:
-        training += [_head(tokens, shape, layout.tensor, size, platform, keep=True)]
+        training += [_head(tokens, shape, layout.tensor, platform, keep=True)]
         training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
         training += _teacher_tokens(config, tokens, shape)
     passes = [training]
@@ -237,25 +237,22 @@ def _in_flight(worker: TrainedRoleConfig, stage: int) -> Fraction:
     return Fraction(min(2 * (stages - 1 - stage) + (parts - 1) * stages + 1, scheduled), parts)
 
 
-def _head(tokens: int, shape: ModelShape, tensor: int, size: int, platform: str, keep: bool) -> MemoryLine:
-    """Logits of one chunk and their exponentials; where probabilities of all tokens are kept, those of one chunk more.
-
-    A CPU multiplies in fp32, with an fp32 copy of half-precision weights.
-    """
+def _head(tokens: int, shape: ModelShape, tensor: int, platform: str, keep: bool) -> MemoryLine:
+    """Logits of one chunk, or of all tokens where they are kept; on a GPU a chunk more for its gradient."""
     columns = shape.padded_vocabulary(tensor) // tensor
     whole, chunk = tokens * columns * 4, HEAD_CHUNK_BYTES[platform]
     kept = keep and whole <= HEAD_KEPT_BYTES
     formula = f"logits of {tokens:,} tokens x {columns:,} x 4 B = {gibibytes(whole)}, "
-    formula += f"kept with a chunk of {chunk >> 20} MiB" if kept else f"two chunks of {chunk >> 20} MiB at once"
-    copy = columns * shape.hidden * 4 if size < 4 and platform == "cpu" else 0
-    formula += f", and {columns:,} x {shape.hidden:,} fp32 weights x 4 B" if copy else ""
-    return MemoryLine("output head", min(whole, chunk) + (whole if kept else min(whole, chunk)) + copy, formula)
+    formula += "kept" if kept else f"in chunks of {chunk >> 20} MiB"
+    gradient = min(whole, chunk) if platform == "cuda" else 0
+    formula += ", and a chunk of gradients" if gradient else ""
+    return MemoryLine("output head", (whole if kept else min(whole, chunk)) + gradient, formula)
 
 
 def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platform: str) -> MemoryLine:
     """The sum in fp32 of the weights' gradient over chunks, with its rounded copy, and hidden states with theirs."""
     columns = shape.padded_vocabulary(tensor) // tensor
-    each = 4 if size == 4 or platform == "cpu" else 4 + size
+    each = 4 if size == 4 else 4 + size
     summed = f"{columns:,} vocabulary rows x {shape.hidden:,} x {each} B, summed in fp32"
     states = f"hidden states and gradients 2 x {tokens:,} x {shape.hidden:,} x {size} B"
     total = columns * shape.hidden * each + 2 * tokens * shape.hidden * size
@@ -308,7 +305,7 @@ def _forward_lines(
     tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor
     formula = f"forward pass of {tokens:,} tokens x {per_token:,} values x {size} B"
-    head = [_head(tokens, shape, tensor, size, platform, keep=False)] if with_head else []
+    head = [_head(tokens, shape, tensor, platform, keep=False)] if with_head else []
     return [MemoryLine("activations", tokens * per_token * size, formula), *head]
 
 

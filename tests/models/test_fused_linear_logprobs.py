@@ -2,6 +2,7 @@ import weakref
 
 import pytest
 import torch
+import torch._dynamo
 
 import roll.models.fused_linear_logprobs as fused_linear_logprobs_module
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
@@ -70,10 +71,10 @@ def test_with_a_sampling_mask_the_softmax_is_over_its_tokens_alone(memory, monke
     torch.testing.assert_close(squares, log_softmax.exp().square().sum(-1).detach())
 
 
-def half_precision_kernel(one, other, out_dtype):
+def half_precision_kernel(one, other, out_dtype, out=None):
     """torch.mm of a GPU: products of half-precision numbers summed in fp32."""
     assert one.dtype == other.dtype == torch.bfloat16 and out_dtype == torch.float32
-    return one.float() @ other.float()
+    return torch.matmul(one.float(), other.float(), out=out)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -82,7 +83,7 @@ def test_in_half_precision_many_chunks_lose_no_digits(device, monkeypatch):
     module = "roll.models.fused_linear_logprobs"
     monkeypatch.setattr(f"{module}.HEAD_CHUNK_BYTES", {"cpu": 4 * 512 * 8})
     if device == "gpu":
-        monkeypatch.setattr(f"{module}._has_fp32_output", lambda matrix: True)
+        monkeypatch.setattr(f"{module}._multiplied", lambda matrix: matrix)
         monkeypatch.setattr(f"{module}.PRODUCT_ROWS", 100)
         monkeypatch.setattr(torch, "mm", half_precision_kernel)
     hidden, weight, targets, tokens = inputs(rows=512, width=64, padded=512, tokens=500)
@@ -96,6 +97,52 @@ def test_in_half_precision_many_chunks_lose_no_digits(device, monkeypatch):
     for one, other in zip(ours, theirs, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.double() - other).norm() < 3e-3 * other.norm()
+
+
+def test_a_cpu_with_amx_rounds_nothing_but_gradients_of_logits(monkeypatch):
+    """What oneDNN multiplies in bf16 was bf16 before; its setting is as it was afterwards."""
+    monkeypatch.setattr(fused_linear_logprobs_module, "_has_amx", lambda: True)
+    hidden, weight, targets, tokens = inputs(rows=64, width=64, padded=640, tokens=600)
+    hidden, weight = (each.detach().bfloat16().requires_grad_() for each in (hidden, weight))
+    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens))
+    expected, expected_entropy = reference(*exact, targets, tokens, 1.0)
+    torch.testing.assert_close(log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy.detach(), atol=1e-5, rtol=1e-5)
+    ours, theirs = torch.autograd.grad(log_probs.sum(), (hidden, weight)), torch.autograd.grad(expected.sum(), exact)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.double() - other).norm() < 4e-3 * other.norm()
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+
+
+@pytest.mark.parametrize("entropy_gradient", [True, False])
+def test_what_a_gpu_compiles_is_one_graph_with_equal_results(entropy_gradient):
+    """Traced without a compiler: where the graph broke, the logits would be read once for each part."""
+    torch.manual_seed(0)
+    logits, (highest, entropy, of_all, of_entropy) = 20 * torch.randn(5, 33), torch.randn(4, 5)
+    last = of_entropy if entropy_gradient else None
+    for function, arguments in (
+        (fused_linear_logprobs_module._softmax_sums, (highest, entropy_gradient)),
+        (fused_linear_logprobs_module._softmax_gradient, (highest + 60, entropy, of_all, last, torch.bfloat16)),
+    ):
+        traced = torch._dynamo.optimize("eager", nopython=True, dynamic=True)(function)
+        assert torch.equal(traced(logits, *arguments), function(logits, *arguments))
+
+
+def test_what_torch_cannot_compile_runs_as_it_is(monkeypatch, caplog):
+    calls = []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        raise torch._dynamo.exc.BackendCompilerFailed(fails, RuntimeError("no C compiler"), None)
+
+    module = fused_linear_logprobs_module
+    monkeypatch.setattr(module, "_compiled", lambda function: fails)
+    monkeypatch.setattr(module, "_NOT_COMPILED", set())
+    logits = torch.zeros(2, 3, device="meta")
+    for _ in range(2):
+        assert module._fused(torch.exp, logits).shape == (2, 3)
+    assert len(calls) == 1 and "no C compiler" in caplog.text
 
 
 @pytest.mark.parametrize("memory", ["kept", "in chunks"])
@@ -209,7 +256,7 @@ def test_probabilities_that_are_not_kept_are_freed_before_the_next_chunk(gradien
 
     def forward_chunk(*arguments, **keywords):
         part = whole(*arguments, **keywords)
-        earlier.append(weakref.ref(part.exponentials))
+        earlier.append(weakref.ref(part.logits))
         return part
 
     def of_chunk(*arguments, **keywords):
