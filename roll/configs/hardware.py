@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from roll.configs.rules.files import check_head_sizes
 
 GPUS_PER_NODE = 8
 """Assumed devices per node of a run on GPUs that is planned on a machine without any."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Options of torch's memory allocator for GPUs."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
         report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
     check_fits_machine(config, config.platform, hardware, report)
     check_memory(config, config.platform, hardware, report)
+    check_compiler(config, config.platform, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, config.platform, per_node, report)
@@ -162,6 +168,22 @@ def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, rep
             f"shares the GPUs of actor_train on {len(nodes)} nodes: weights are sent through host memory with gloo, "
             "which is slower than NCCL between separate GPUs, or shared memory within one node",
         )
+    share = config.actor_infer.strategy_args.strategy_config.get("mem_fraction_static")
+    if share is None and config.keeps_engines(platform):
+        report.error(
+            "actor_infer.strategy_args.strategy_config.mem_fraction_static",
+            "is not set, and the engine would take most of the memory that actor_train needs on the GPUs they share; "
+            "set its share, such as 0.3",
+        )
+    for role in ("actor_train", "actor_infer") if config.shares_devices else ():
+        variables = {**os.environ, **config.system_envs, **getattr(config, role).system_envs}
+        for name in ALLOCATOR_VARIABLES:
+            if re.search(r"expandable_segments\s*:\s*true", variables.get(name, ""), re.IGNORECASE):
+                report.missing_resource(
+                    f"{role}.system_envs.{name}",
+                    f"{variables[name]} does not work with CUDA IPC, which sends weights to engines on GPUs that they "
+                    "share with actor_train; leave expandable_segments out",
+                )
 
 
 def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
@@ -212,6 +234,34 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
                 f"device {highest} does not exist: this machine has {hardware.cores} cores, so devices 0 to "
                 f"{hardware.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
             )
+
+
+def check_compiler(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+    """SGLang finds nvcc on this machine; on the nodes of a cluster, engines check it when they start."""
+    if platform != "cuda" or not hardware.gpus or joins_ray():
+        return
+    for role, worker in config.device_roles().items():
+        if isinstance(worker, EngineRoleConfig) and (why := compiler_problem(worker.system_envs)):
+            report.missing_resource(f"{role}.strategy_args.strategy_name", f"sglang: {why}")
+            return
+
+
+def compiler_problem(variables: Mapping[str, str]) -> str:
+    """Why an engine with these environment variables cannot compile kernels on this machine; empty if it can.
+
+    SGLang and FlashInfer take nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from /usr/local/cuda.
+    """
+    variables = {**os.environ, **variables}
+    home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    if not home and shutil.which("nvcc", path=variables.get("PATH")):
+        return ""
+    folder = Path(home or "/usr/local/cuda")
+    if not os.access(folder / "bin" / "nvcc", os.X_OK):
+        advice = "install the CUDA toolkit, or set CUDA_HOME to its folder"
+        return f"{folder}/bin/nvcc is missing, with which it compiles kernels when it starts; {advice}"
+    if folder.parent.name == "nvidia" and not (folder / "lib64" / "libcudart.so").exists():
+        return f"{folder}/lib64/libcudart.so is missing, with which it links kernels; make the links of docs/gpu.md"
+    return ""
 
 
 def check_memory(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:

@@ -31,6 +31,9 @@ log-probs and probabilities, and what the backward pass of the divergence keeps.
 STATE_LINES = ("weights", "gradients", "optimizer")
 """Lines of memory that a role always needs; the others exist while it computes."""
 
+GRAPHS = "CUDA graphs"
+"""Line of an engine's memory outside `mem_fraction_static`; it stays on a GPU that the engine shares in turns."""
+
 
 @dataclass(frozen=True)
 class MemoryLine:
@@ -321,8 +324,8 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
     share = worker.strategy_args.strategy_config.get("mem_fraction_static")
     limit = ""
     if platform == "cuda":
-        given = f"mem_fraction_static {share} of the device" if share else "most of the device (mem_fraction_static)"
-        limit = f"; SGLang takes {given} for weights and KV, whatever is needed"
+        part = f"mem_fraction_static {share}" if share else "most (mem_fraction_static)"
+        limit = f"; SGLang takes {part} of the memory it finds free for weights and KV, whatever is needed"
     lines = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
         MemoryLine(
@@ -332,7 +335,24 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
             f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token){limit}",
         ),
     ]
+    if platform == "cuda":
+        lines += _graphs(worker)
     return MemoryPlan(role, "every device", lines)
+
+
+def _graphs(worker: EngineRoleConfig) -> list[MemoryLine]:
+    """What SGLang reserves for CUDA graphs: 2 MiB for each request and 8 MiB for each length of prompts.
+
+    The defaults of GPUs with 60 GiB or more: at most 256 requests, or 512, and 58 lengths of up to 8,192 tokens.
+    """
+    options, largest = worker.strategy_args.strategy_config, 256 if worker.layout.tensor < 4 else 512
+    if options.get("disable_cuda_graph"):
+        return []
+    largest = min(options.get("cuda_graph_max_bs_decode") or largest, worker.max_running_requests)
+    requests = 0 if options.get("disable_decode_cuda_graph") else largest
+    lengths = 0 if options.get("disable_prefill_cuda_graph") else 58
+    formula = f"{requests} requests x 2 MiB + {lengths} lengths of prompts x 8 MiB, at most"
+    return [MemoryLine(GRAPHS, (2 * requests + 8 * lengths) << 20, formula)]
 
 
 def gibibytes(count: int) -> str:

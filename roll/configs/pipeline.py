@@ -476,6 +476,10 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         wanted = platform == "cuda" if self.is_offload_states is None else self.is_offload_states
         return wanted and self.shares_devices and self.async_generation_ratio == 0
 
+    def keeps_engines(self, platform: str) -> bool:
+        """Whether engines keep their memory on GPUs that they share with the trainer."""
+        return platform == "cuda" and self.shares_devices and not self.takes_turns(platform)
+
     @property
     def replays_sampling_mask(self) -> bool:
         """Whether log-probs are over the tokens that `top_p` and `top_k` kept, which the engine returns."""

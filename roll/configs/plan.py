@@ -18,6 +18,7 @@ from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.hardware import (
     Hardware,
+    check_compiler,
     check_fits_machine,
     check_memory,
     check_nodes,
@@ -27,7 +28,7 @@ from roll.configs.hardware import (
 )
 from roll.configs.hub.inputs import Download, LookUp
 from roll.configs.hub.names import local_model
-from roll.configs.memory import STATE_LINES, MemoryPlan, gibibytes, memory_plans, model_shapes
+from roll.configs.memory import GRAPHS, STATE_LINES, MemoryPlan, gibibytes, memory_plans, model_shapes
 from roll.configs.model_config import CONFIG_NAME
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
@@ -99,6 +100,8 @@ class Plan:
     memory: list[MemoryPlan]
     takes_turns: bool = False
     """Whether trainer and engines hold the memory of their devices in turns."""
+    engine_share: float | None = None
+    """`mem_fraction_static` of engines that keep their memory on GPUs that they share with the trainer."""
     downloads: list[Download] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
     """What stops a run on this machine, such as a missing model."""
@@ -133,6 +136,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     check_head_sizes(config, platform, report)
     check_fits_machine(config, platform_here(config, hardware), hardware, report)
     check_memory(config, platform_here(config, hardware), hardware, report)
+    check_compiler(config, platform_here(config, hardware), hardware, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = model_shapes(config)
@@ -161,6 +165,9 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
         batch=batch_lines(config),
         memory=memory,
         takes_turns=isinstance(config, RLConfig) and config.takes_turns(platform),
+        engine_share=config.actor_infer.strategy_args.strategy_config.get("mem_fraction_static")
+        if isinstance(config, RLConfig) and config.keeps_engines(platform)
+        else None,
         downloads=hub.downloads,
         stops=[str(problem) for problem in [*report.missing, *hub.problems]],
         warnings=[str(problem) for problem in warnings],
@@ -212,31 +219,42 @@ def _groups(plan: Plan) -> dict[tuple[str, ...], int]:
     return {group: max(nodes.values()) for group, nodes in counts.items()}
 
 
-def _alternate(plan: Plan, group: Sequence[str]) -> bool:
-    return plan.takes_turns and "actor_infer" in group and not UNMOVED.issuperset(group)
+def _mixed(group: Sequence[str]) -> bool:
+    return "actor_infer" in group and not UNMOVED.issuperset(group)
 
 
 def shared_device_memory(plan: Plan) -> list[str]:
     """One line for each set of roles that share a device: the sum of their memory, or that of every phase."""
-    totals = {memory.role: memory.total for memory in plan.memory}
+    totals, needed = {memory.role: memory.total for memory in plan.memory}, needed_memory(plan)
     sentences: list[str] = []
     for group, devices in _groups(plan).items():
-        if _alternate(plan, group):
+        roles = " + ".join(group)
+        if plan.takes_turns and _mixed(group):
             sentences.append(_phases(group, plan.memory, devices))
         elif len(group) > 1:
-            sentences.append(f"{' + '.join(group)} on one device: {gibibytes(sum(totals[name] for name in group))}")
+            sentence = f"{roles} on one device: {gibibytes(sum(totals[name] for name in group))}"
+            if plan.engine_share and _mixed(group):
+                sentence += f", which fit {gibibytes(needed[roles])} with mem_fraction_static {plan.engine_share:g}"
+            sentences.append(sentence)
     return sentences
 
 
 def needed_memory(plan: Plan) -> dict[str, int]:
-    """Bytes that each set of roles on one device needs at once: of its largest phase where they take turns."""
-    totals = {memory.role: memory.total for memory in plan.memory}
-    return {
-        " + ".join(group): max(_phase_bytes(group, plan.memory).values())
-        if _alternate(plan, group)
-        else sum(totals[role] for role in group)
-        for group in _groups(plan)
-    }
+    """Bytes of the smallest device for each set of roles on one: where they take turns, for their largest phase."""
+    return {" + ".join(group): _needed_bytes(plan, group) for group in _groups(plan)}
+
+
+def _needed_bytes(plan: Plan, group: Sequence[str]) -> int:
+    """An engine beside a trainer takes its share of what the trainer's states leave free, and no more later."""
+    if plan.takes_turns and _mixed(group):
+        return max(_phase_bytes(group, plan.memory).values())
+    lines = [(memory.role, line) for memory in plan.memory if memory.role in group for line in memory.lines]
+    total, share = sum(line.bytes for _, line in lines), plan.engine_share
+    if share is None or not _mixed(group):
+        return total
+    engine = sum(line.bytes for role, line in lines if role == "actor_infer" and line.name != GRAPHS)
+    states = sum(line.bytes for role, line in lines if role != "actor_infer" and line.name in STATE_LINES)
+    return int(max(states + engine / share, (total - engine) / (1 - share)))
 
 
 def fits_devices(plan: Plan, device_gib: float) -> bool:
@@ -250,14 +268,15 @@ def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str
     of_role = {plan.role: {line.name: line.bytes for line in plan.lines} for plan in memory}
     trainers = [role for role in group if role not in UNMOVED]
     stays = sum(sum(of_role[role].values()) for role in SCORING_ROLES if role in group)
+    graphs = of_role["actor_infer"].get(GRAPHS, 0)
     states = {role: sum(of_role[role].get(name, 0) for name in STATE_LINES) for role in trainers}
     training = sum(states.values()) + max(sum(of_role[role].values()) - states[role] for role in trainers)
     generation = sum(of_role["actor_infer"].values())
     sent = of_role["actor_train"]["weights"] if "actor_train" in group else 0
     update = sent + of_role["actor_infer"]["weights"]
     return {
-        "while training": training + stays,
-        "during an update": update + stays,
+        "while training": training + graphs + stays,
+        "during an update": update + graphs + stays,
         "while generating": generation + stays,
     }
 

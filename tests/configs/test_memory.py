@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from roll.configs.errors import ConfigError
 from roll.configs.memory import gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.plan import fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
@@ -150,7 +151,8 @@ def test_phases_of_shared_gpus_are_sums_of_lines_and_fit(tmp_path: Path, name: s
     plan = make_plan(rlvr(tmp_path, *RECIPES[name].overrides(), text=TEXT), SERVER)
     train, weights = memory(plan, "actor_train").total, bytes_of(plan, "actor_train", "weights")
     update, generate = weights + bytes_of(plan, "actor_infer", "weights"), memory(plan, "actor_infer").total
-    phases = (train, update, generate)
+    graphs = bytes_of(plan, "actor_infer", "CUDA graphs")
+    phases = (train + graphs, update + graphs, generate)
     (sentence,) = shared_device_memory(plan)
     away = weights + bytes_of(plan, "actor_train", "optimizer")
     away += sum(line.bytes for line in memory(plan, "actor_train").host)
@@ -167,11 +169,45 @@ def test_the_printed_plan_shows_phases_and_host_memory(tmp_path: Path, capsys: p
     print_plan(plan, device_gib=47)
     assert fits_devices(plan, 48) and not fits_devices(plan, 47)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "24.51 GiB while training, 22.89 GiB during an update, 47.26 GiB while generating" in shown
+    assert "25.22 GiB while training, 23.59 GiB during an update, 47.96 GiB while generating" in shown
     assert "optimizer in host memory 61.04 GiB" in shown
     assert "with 68.67 GiB in host memory meanwhile, 549.32 GiB on a node" in shown
-    assert "actor_train + actor_infer need on one device at least 47.26 GiB at once, of 48 GiB" in shown
-    assert "actor_train + actor_infer need on one device at least 47.26 GiB at once, more than the 47 GiB" in shown
+    assert "actor_train + actor_infer need on one device at least 47.96 GiB at once, of 48 GiB" in shown
+    assert "actor_train + actor_infer need on one device at least 47.96 GiB at once, more than the 47 GiB" in shown
+
+
+def test_cuda_graphs_are_those_of_the_requests_and_prompts_that_sglang_captures(tmp_path: Path) -> None:
+    options = "actor_infer.strategy_args.strategy_config"
+    for overrides, mib in {
+        ("actor_infer.max_running_requests=1000",): 2 * 256 + 58 * 8,
+        ("actor_infer.max_running_requests=1000", "actor_infer.num_gpus_per_worker=4"): 2 * 512 + 58 * 8,
+        ("actor_infer.max_running_requests=16",): 2 * 16 + 58 * 8,
+        (f"{options}.cuda_graph_max_bs_decode=32",): 2 * 32 + 58 * 8,
+        (f"{options}.disable_prefill_cuda_graph=true", "actor_infer.max_running_requests=8"): 2 * 8,
+        (f"{options}.disable_decode_cuda_graph=true",): 58 * 8,
+    }.items():
+        plan = make_plan(rlvr(tmp_path, *Recipe("7B", 8).overrides(), *overrides, text=TEXT), SERVER)
+        assert bytes_of(plan, "actor_infer", "CUDA graphs") == mib * 2**20
+    for override in (f"{options}.disable_cuda_graph=true", "platform=cpu"):
+        plan = make_plan(rlvr(tmp_path, *Recipe("7B", 8).overrides(), override, text=TEXT), SERVER)
+        assert "CUDA graphs" not in [line.name for line in memory(plan, "actor_infer").lines]
+
+
+def test_an_engine_beside_the_trainer_takes_its_share_of_what_the_states_leave_free(tmp_path: Path) -> None:
+    share = "actor_infer.strategy_args.strategy_config.mem_fraction_static"
+    beside = [*Recipe("0.5B", 1).overrides(), "async_generation_ratio=1"]
+    for value in (0.2, 0.6):
+        plan = make_plan(rlvr(tmp_path, *beside, f"{share}={value}", text=TEXT), SERVER)
+        states = sum(bytes_of(plan, "actor_train", name) for name in ("weights", "gradients", "optimizer"))
+        engine = bytes_of(plan, "actor_infer", "weights") + bytes_of(plan, "actor_infer", "KV cache")
+        rest = memory(plan, "actor_train").total + bytes_of(plan, "actor_infer", "CUDA graphs")
+        needed = max(states + engine / value, rest / (1 - value))
+        assert needed_memory(plan) == {"actor_train + actor_infer": int(needed)}
+        (sentence,) = shared_device_memory(plan)
+        assert sentence.endswith(f", which fit {gibibytes(int(needed))} with mem_fraction_static {value}")
+    for mode in ("async_generation_ratio=1", "is_offload_states=false"):
+        with pytest.raises(ConfigError, match="mem_fraction_static: is not set, and the engine would take most"):
+            make_plan(rlvr(tmp_path, *Recipe("0.5B", 1).overrides(), mode, text=TEXT), SERVER)
 
 
 def test_the_larger_of_the_training_and_the_log_prob_pass_counts(tmp_path: Path) -> None:
@@ -216,6 +252,7 @@ def test_roles_that_share_a_device_compute_in_turns(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path, *values, text=TEXT), SERVER)
     (sentence,) = shared_device_memory(plan)
     training = memory(plan, "actor_train").total + bytes_of(plan, "reference", "weights")
+    training += bytes_of(plan, "actor_infer", "CUDA graphs")
     assert f"{gibibytes(training)} while training" in sentence
 
 
@@ -230,7 +267,7 @@ def test_a_reward_model_stays_on_its_device_in_every_phase(tmp_path: Path) -> No
     stays = memory(plan, "reward").total
     rows = 152_064 * 3584 - 3584  # of the vocabulary, where there is one of scores
     assert bytes_of(plan, "reward", "weights") == 2 * (7_615_616_512 - rows)
-    training = memory(plan, "actor_train").total + stays
+    training = memory(plan, "actor_train").total + bytes_of(plan, "actor_infer", "CUDA graphs") + stays
     generation = memory(plan, "actor_infer").total + stays
     assert f"{gibibytes(training)} while training" in sentence
     assert f"{gibibytes(generation)} while generating" in sentence

@@ -134,19 +134,26 @@ def test_stages_of_an_untied_model_hold_all_parameters_once() -> None:
     assert shape.padded_vocabulary(2) == 152064 and shape.padded_vocabulary(7) == 152096
 
 
+SHARE = "actor_infer.strategy_args.strategy_config.mem_fraction_static"
+
+
 def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> None:
     shared = ("platform=cuda", "num_devices_per_node=16", "actor_infer.device_mapping=0-15", "async_generation_ratio=0")
     plan = make_plan(rlvr(tmp_path, *shared), SERVER)
     (sentence,) = shared_device_memory(plan)
     weights = bytes_of(plan, "actor_train", "weights") + bytes_of(plan, "actor_infer", "weights")
     away = bytes_of(plan, "actor_train", "weights") + bytes_of(plan, "actor_train", "optimizer")
+    graphs = bytes_of(plan, "actor_infer", "CUDA graphs")
     assert sentence == (
-        f"actor_train + actor_infer take turns on one device: {gibibytes(memory(plan, 'actor_train').total)} while "
-        f"training, {gibibytes(weights)} during an update, {gibibytes(memory(plan, 'actor_infer').total)} while "
-        f"generating, with {gibibytes(away)} in host memory meanwhile, {gibibytes(16 * away)} on a node "
+        f"actor_train + actor_infer take turns on one device: {gibibytes(memory(plan, 'actor_train').total + graphs)} "
+        f"while training, {gibibytes(weights + graphs)} during an update, "
+        f"{gibibytes(memory(plan, 'actor_infer').total)} while generating, "
+        f"with {gibibytes(away)} in host memory meanwhile, {gibibytes(16 * away)} on a node "
         "(up to twice that: torch rounds pinned memory up to powers of two)"
     )
-    (sentence,) = shared_device_memory(make_plan(rlvr(tmp_path, *shared, "is_offload_states=false"), SERVER))
+    (sentence,) = shared_device_memory(
+        make_plan(rlvr(tmp_path, *shared, "is_offload_states=false", f"{SHARE}=0.3"), SERVER)
+    )
     assert "on one device: " in sentence and "turns" not in sentence
 
 
@@ -161,7 +168,8 @@ def test_roles_that_take_turns_need_the_memory_of_one_phase(tmp_path: Path) -> N
     ],
 )
 def test_turns_that_are_not_taken_are_a_warning(tmp_path: Path, override: str, why: str) -> None:
-    config = rlvr(tmp_path, "platform=cuda", "is_offload_states=true", "async_generation_ratio=1", override)
+    values = ("platform=cuda", "is_offload_states=true", "async_generation_ratio=1", f"{SHARE}=0.3", override)
+    config = rlvr(tmp_path, *values)
     plan = make_plan(config, SERVER)
     assert f"is_offload_states: has no effect: {why}" in plan.warnings and not plan.takes_turns
 
@@ -350,3 +358,44 @@ def test_an_item_of_several_lines_has_one_bullet(tmp_path: Path) -> None:
     text = StringIO()
     print_plan(plan, text)
     assert "  - env.py:3: TypeError: no\n        return 1\n        tried\n  - b\n" in text.getvalue()
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("place", ["", "system_envs", "actor_train.system_envs", "actor_infer.system_envs"])
+def test_expandable_segments_stop_a_run_that_sends_weights_through_cuda_ipc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    value, stop = "max_split_size_mb:64,expandable_segments:True", "does not work with CUDA IPC"
+    monkeypatch.setenv(name, "" if place else value)
+    given = [f"{place}={{{name}: '{value}'}}"] if place else []
+    values = ("platform=cuda", "async_generation_ratio=0", *given)
+    shared = make_plan(rlvr(tmp_path, *values, "actor_infer.device_mapping=0-15"), SERVER)
+    assert any(stop in line for line in shared.stops)
+    assert not any(stop in line for line in make_plan(rlvr(tmp_path, *values), SERVER).stops)
+
+
+def test_an_engine_needs_nvcc_on_a_machine_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    home = tmp_path / "nvidia" / "cu13"
+    monkeypatch.setenv("CUDA_HOME", str(home))
+
+    def stops(*overrides: str, machine: Hardware = SERVER) -> list[str]:
+        config = rlvr(tmp_path, "platform=cuda", "num_devices_per_node=8", *overrides)
+        return [line for line in make_plan(config, machine).stops if "sglang: " in line]
+
+    path = "actor_infer.strategy_args.strategy_name: sglang: "
+    missing = f"{path}{home}/bin/nvcc is missing, with which it compiles kernels when it starts"
+    assert stops() == [f"{missing}; install the CUDA toolkit, or set CUDA_HOME to its folder"]
+    assert not stops(machine=LAPTOP), "there is no GPU here, so the run is planned for another machine"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "nvcc").touch(0o755)
+    linked = f"{home}/lib64/libcudart.so is missing, with which it links kernels"
+    assert stops() == [f"{path}{linked}; make the links of docs/gpu.md"]
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcudart.so").touch()
+    assert not stops()
+    monkeypatch.setenv("PATH", str(home / "bin"))
+    monkeypatch.delenv("CUDA_HOME")
+    assert not stops(), "nvcc is on PATH"
+    assert stops(f"actor_infer.system_envs={{CUDA_HOME: {tmp_path}}}")

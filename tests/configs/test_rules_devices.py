@@ -242,7 +242,8 @@ HARMLESS = {
     "old_log_probs_source=behavior": "old_log_probs_source: behavior in synchronous training",
     f"{TRAINING}.warmup_steps=1000": "warmup_steps: 1000 is longer than the run of 100 optimizer steps",
     "validation.data_args.file_name=val.jsonl": "validation.data_args.file_name: has no effect: eval_steps is 0",
-    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "async_generation_ratio: 1 has no benefit while",
+    "async_generation_ratio=1 actor_infer.device_mapping=0-15": "1 lets actor_infer and actor_train compute at the "
+    "same time on the devices they share, so each is slower",
     "in_flight_policy=abort_resume": "in_flight_policy: has no effect: async_generation_ratio is 0, so no request runs",
     "async_training.staleness_threshold=1": "staleness_threshold: has no effect: async_generation_ratio is 0",
     "async_training.max_staleness_allowed=1": "max_staleness_allowed: has no effect: async_generation_ratio is 0",

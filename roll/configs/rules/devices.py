@@ -72,8 +72,8 @@ def _check_owned(config: BaseConfig, report: Report) -> None:
     if config.async_generation_ratio > 0 and config.shares_devices:
         report.warn(
             "async_generation_ratio",
-            f"{config.async_generation_ratio:g} has no benefit while actor_infer shares the devices of actor_train: "
-            "they run one after the other; give them separate devices",
+            f"{config.async_generation_ratio:g} lets actor_infer and actor_train compute at the same time on the "
+            "devices they share, so each is slower; give them separate devices",
         )
     if config.is_offload_states and not config.shares_devices:
         report.warn("is_offload_states", "has no effect: actor_train and actor_infer have devices of their own")

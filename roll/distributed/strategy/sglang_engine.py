@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import psutil
 
 from roll.configs.errors import RunError
+from roll.configs.hardware import compiler_problem
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import CONFIG_NAME, family_of, read_model_config, read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
@@ -326,7 +327,11 @@ prompts of a group that arrive together in one batch, so they share nothing, and
 
 
 def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) -> Engine:
-    """The engine of this rank, or its part on this node; not started."""
+    """The engine of this rank, or its part on this node; not started.
+
+    Raises:
+        EngineError: SGLang cannot compile its kernels on this node.
+    """
     platform, dtype = get_platform(rank.platform), config.model_args.dtype
     turns = pipeline.takes_turns(platform.name) and rank.role == "actor_infer"
     required = platform.engine_arguments(dtype, pipeline.deterministic, releases_memory=turns)
@@ -335,6 +340,8 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) 
     environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
     if isinstance(config, RewardEngineConfig):
         environment |= VALUE_MODELS
+    if platform.name == "cuda" and (why := compiler_problem(environment)):
+        raise EngineError(f"{rank.name}: SGLang cannot start on {rank.address}: {why}")
     if arguments.get("device") == "cpu":
         environment |= engine_threads(arguments["tp_size"], rank.nnodes)
     if rank.nnodes > 1:
