@@ -37,7 +37,7 @@ class EngineHost:
 
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
-        worker.model_args.model_name_or_path, worker.model_args.dtype = folder, "fp32"
+        worker.model_args.model_name_or_path, worker.model_args.dtype = folder, options.pop("dtype", "fp32")
         rank = replace(WorkerRank.single("actor_infer"), cores=options.pop("cores", ()))
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(
@@ -60,6 +60,15 @@ class EngineHost:
             engine, timeout_s, deterministic=False, running=running, newer=None, ahead=0, version=lambda: version
         )
         return await generation.generate(requests)
+
+    async def score(self, rows: list[list[int]]) -> list[list[float]]:
+        """Log-probs of given tokens, of each sequence from its second one on."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = {"max_new_tokens": 1, "temperature": 1.0}
+        request = GenerateReqInput(input_ids=rows, sampling_params=sampling, return_logprob=True, logprob_start_len=0)
+        answers = await anext(self.worker.engine.manager.generate_request(request))
+        return [[value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
     async def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
         """Tokens of each answer, and the messages with tokens that the scheduler sends for them."""
@@ -138,6 +147,9 @@ class RemoteEngine:
 
     def affinities(self) -> tuple[set[int], list[set[int]]]:
         return ray.get(self.actor.affinities.remote(), timeout=CALL_TIMEOUT_S)
+
+    def score(self, rows: list[list[int]]) -> list[list[float]]:
+        return ray.get(self.actor.score.remote(rows), timeout=CALL_TIMEOUT_S)
 
     def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
         return ray.get(self.actor.outputs_of.remote(requests), timeout=CALL_TIMEOUT_S)

@@ -88,13 +88,20 @@ def reference(tensors: DecoderTensors, sizes: DecoderSizes, head_dim: int, ids: 
     return F.rms_norm(hidden, (sizes.hidden,), tensors.norm, EPSILON)
 
 
+DOUBLED = ("embedding", "angles", "norm", "layers")
+
+
+def double(tensors):
+    """Tensors, or lists of them, in float64."""
+    return tensors.double() if isinstance(tensors, torch.Tensor) else tensors and [double(each) for each in tensors]
+
+
 class Engine:
     """Requests whose tokens go to scattered slots of the cache of one model."""
 
-    def __init__(self, family: str) -> None:
-        self.sizes, self.head_dim, options = FAMILIES[family]
+    def __init__(self, sizes: DecoderSizes, head_dim: int, tensors: DecoderTensors) -> None:
+        self.sizes, self.head_dim, self.tensors = sizes, head_dim, tensors
         self.kernels = CpuKernels(self.head_dim)
-        self.tensors = random_tensors(self.sizes, self.head_dim, options)
         assert self.tensors.fit(self.sizes, self.head_dim)
         self.decoder = CpuDecoder(self.kernels, self.sizes, EPSILON, HEAD_EPSILON)
         self.table = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1)).view(5, -1).int()
@@ -113,9 +120,14 @@ class Engine:
         return list(hidden.split(lengths.tolist()))
 
 
+def engine_of(family: str) -> Engine:
+    sizes, head_dim, options = FAMILIES[family]
+    return Engine(sizes, head_dim, random_tensors(sizes, head_dim, options))
+
+
 @pytest.fixture(params=FAMILIES)
 def engine(request):
-    return Engine(request.param)
+    return engine_of(request.param)
 
 
 def tokens(*lengths: int) -> list[torch.Tensor]:
@@ -130,6 +142,15 @@ def test_hidden_states_equal_those_of_torch(engine):
         torch.testing.assert_close(hidden, expected, atol=2e-5, rtol=1e-4)
 
 
+def test_next_to_a_large_residual_hidden_states_are_as_exact_as_those_of_torch(engine):
+    (ids,) = tokens(90)
+    engine.tensors = replace(engine.tensors, embedding=1e4 * engine.tensors.embedding)
+    doubles = replace(engine.tensors, **{name: double(getattr(engine.tensors, name)) for name in DOUBLED})
+    exact, ours = reference(doubles, engine.sizes, engine.head_dim, ids), engine.forward([ids], [0], [0])[0]
+    theirs = reference(engine.tensors, engine.sizes, engine.head_dim, ids)
+    assert (ours - exact).norm() < 2 * (theirs - exact).norm()
+
+
 def test_a_token_has_the_same_bits_prefilled_decoded_and_in_every_batch(engine):
     ids, other = tokens(60, 17)
     whole, _ = engine.forward([ids, other], [2, 0], [0, 0])
@@ -141,7 +162,7 @@ def test_a_token_has_the_same_bits_prefilled_decoded_and_in_every_batch(engine):
 
 
 def test_threads_do_not_change_the_result():
-    engine, threads = Engine("llama"), torch.get_num_threads()
+    engine, threads = engine_of("llama"), torch.get_num_threads()
     prompts, results = tokens(100, 90), []
     try:
         for count in (1, 2):
@@ -163,7 +184,7 @@ def test_copied_tokens_continue_as_those_that_were_computed(engine):
 
 @pytest.mark.parametrize(("ids", "known"), [([VOCABULARY], 0), ([-1], 0), ([3, 4], POSITIONS - 1)])
 def test_nothing_is_written_for_an_id_or_a_position_out_of_range(ids, known):
-    engine = Engine("llama")
+    engine = engine_of("llama")
     table = torch.arange(POSITIONS + 1, dtype=torch.int32)[None]
     requests = CpuKernels.requests(table, torch.tensor([0]), torch.tensor([known + len(ids)]), torch.tensor([len(ids)]))
     positions = torch.arange(known, known + len(ids))
@@ -172,7 +193,7 @@ def test_nothing_is_written_for_an_id_or_a_position_out_of_range(ids, known):
 
 
 def test_tensors_that_do_not_fit():
-    engine = Engine("qwen2")
+    engine = engine_of("qwen2")
     tensors, sizes, head_dim = engine.tensors, engine.sizes, engine.head_dim
     keys = tensors.keys
     for changed in (

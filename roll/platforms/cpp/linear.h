@@ -75,17 +75,16 @@ void linear(const Matrix& x, const Matrix& weight, const float* bias, float* out
       for_tiles(height, [&](auto width, int64_t offset) {
         constexpr int R = decltype(width)::value;
         const int64_t row = start + offset;
-        vec sums[R][WIDE];
-        float* to = out + row * out_stride + column;
+        vec sums[R][WIDE] = {};  // what is in `out` is added last: next to a large number every product would be rounded
+        multiply<R>(x, row, k, panel, depth, sums);
         for (int r = 0; r < R; r++)
           for (int c = 0; c < WIDE; c++) {
             const int64_t left = count - c * LANES;
-            sums[r][c] = k || add ? load(to + r * out_stride + c * LANES, left) : vec{};
+            float* to = out + (row + r) * out_stride + column + c * LANES;
             if (bias && !k) sums[r][c] += load(bias + column + c * LANES, left);
+            if (k || add) sums[r][c] += load(to, left);
+            store(to, sums[r][c], left);
           }
-        multiply<R>(x, row, k, panel, depth, sums);
-        for (int r = 0; r < R; r++)
-          for (int c = 0; c < WIDE; c++) store(to + r * out_stride + c * LANES, sums[r][c], count - c * LANES);
       });
     }
   }
