@@ -92,16 +92,6 @@ HEAD_GRADIENT_BOUND = 3e-3
 MEMORY_BOUND = 0.1
 CHILD_TIMEOUT_S = 120.0
 
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
-"""Dense bf16 peak by the name of the GPU, from NVIDIA's data sheets."""
-
 
 def configuration(
     platform: Platform, dtype: Dtype, folder: Path, learning_rate: float, deterministic: bool = False
@@ -210,20 +200,18 @@ def check_memory(table: GpuTable, rank: TrainWorker, config: RLVRConfig, shape: 
 def check_speed(table: GpuTable, rank: TrainWorker, data: DataProto, shape: ModelShape, dtype: Dtype) -> None:
     """Tokens per second of training, and the share of the GPU's peak that they use (MFU).
 
-    The model's floating point operations are, per token, 6 for each weight of a matrix (2 forward, 4 backward; the
-    embedding is a look-up), and 6 x layers x query width x length for causal attention (Chowdhery et al. 2022,
-    PaLM: Scaling Language Modeling with Pathways, appendix B, of which a causal mask computes half).
+    Every token counts as scored, see `ModelShape.training_operations`.
     """
     train(rank, data, 1)
     start = time.perf_counter()
     train(rank, data)
     seconds = (time.perf_counter() - start) / STEPS
     lengths = torch.tensor(sample_lengths(data), dtype=torch.float64)
-    matrices = shape.layers * shape.layer_parameters() + shape.vocabulary * shape.hidden
-    operations = 6 * (matrices * lengths + shape.layers * shape.query_width() * lengths**2).sum().item()
-    table.add(f"{dtype}: training", lengths.sum().item() / seconds, "tokens/s")
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() and dtype == "bf16" else None
-    mfu = operations / seconds / peak if peak else "-"
+    tokens = lengths.sum().item()
+    operations = shape.training_operations(tokens, lengths.square().sum().item(), tokens)
+    table.add(f"{dtype}: training", tokens / seconds, "tokens/s")
+    peak = get_platform(rank.rank.platform).peak_tflops(dtype)
+    mfu = operations / seconds / peak / 1e12 if peak else "-"
     table.add(f"{dtype}: MFU", mfu)
 
 

@@ -296,6 +296,25 @@ class ModelShape:
             count += self.hidden + head
         return count
 
+    @property
+    def matrices(self) -> int:
+        """Weights of the matrices of all layers, without embedding and head."""
+        return self.layers * self.hidden * (self.qkv_rows + self.query_width() + 3 * self.intermediate)
+
+    def training_operations(self, tokens: float, squares: float, scored: float) -> float:
+        """Floating point operations of the model in a forward and a backward pass, as MFU counts them.
+
+        6 for each weight of a matrix and token, and 6 l q L^2 for causal attention over L tokens, of which the mask
+        needs half (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does not count, nor does the embedding.
+
+        Args:
+            tokens: of all samples.
+            squares: sum of the squared lengths of all samples.
+            scored: tokens whose logits are computed.
+        """
+        attention = self.layers * self.query_width() * squares
+        return 6 * (self.matrices * tokens + attention + self.vocabulary * self.hidden * scored)
+
     def crossover_length(self, value_head: bool = False) -> float:
         """Length in tokens of a sample whose attention takes as many operations as all matrices.
 
@@ -303,9 +322,8 @@ class ModelShape:
         2 P L operations for the matrices and 2 l q L^2 for the causal products of queries, keys and values. Both are
         equal at P / (l q). A `value_head` takes nothing.
         """
-        layer = self.hidden * (self.qkv_rows + self.query_width() + 3 * self.intermediate)
         head = 0 if value_head else self.hidden * self.vocabulary
-        return (self.layers * layer + head) / (self.layers * self.query_width())
+        return (self.matrices + head) / (self.layers * self.query_width())
 
 
 def read_positions(folder: str | Path) -> int | None:

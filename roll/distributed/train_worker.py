@@ -134,6 +134,11 @@ class TrainWorker(WeightSender):
         self.weights.export_hf(Path(folder))
 
     @register()
+    def peak_tflops(self) -> float | None:
+        """What this rank's device could do in the dtype of the model; see `Platform.peak_tflops`."""
+        return get_platform(self.rank.platform).peak_tflops(self.config.model_args.dtype)
+
+    @register()
     def memory(self) -> dict[str, int]:
         """Bytes in use on this rank, by kind."""
         return self.infer_strategy.memory()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.distributed.train_worker import TrainWorker
+from roll.pipeline.performance import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -23,11 +24,15 @@ class ActorLearner:
     def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
         self._actor = actor
         self._critic = critic
+        self._peak: float | None = None
+        """Of the slowest device of actor_train; 0 where one is not known."""
         self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
 
     async def finish_step(self) -> dict[str, float]:
-        """`memory/<role>_<kind>`: the largest of any rank, in bytes."""
-        metrics: dict[str, float] = {}
+        """`memory/<role>_<kind>`: the largest of any rank, in bytes; and the peak of a device, where it is known."""
+        if self._peak is None:
+            self._peak = min(peak or 0.0 for peak in await self._actor.call_all(TrainWorker.peak_tflops))
+        metrics = {PEAK_TFLOPS: self._peak} if self._peak else {}
         for role, cluster in self._trained.items():
             ranks = await cluster.call_all(TrainWorker.memory)
             metrics |= {f"memory/{role}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}

@@ -19,6 +19,7 @@ from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
+from roll.pipeline.performance import PEAK_TFLOPS, Performance
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ T = TypeVar("T")
 MOSTLY_CUT_OFF = 0.5
 """Share of a step's trajectories that end at the length limit above which the run warns, once."""
 
-TRAINER_WORK = ("time/old_log_probs", "time/train")
-"""Times in which actor_train computes."""
-
 
 @dataclass
 class SampleBatch:
@@ -52,11 +50,6 @@ class SampleBatch:
     data: DataProto
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> int:
-        """Prompt and response tokens, without padding."""
-        return int(self.data.batch["attention_mask"].sum())
 
 
 class SampleSource(Protocol):
@@ -179,7 +172,7 @@ class TrainingLoop:
         self._target_reached = target_reached or (lambda metrics: False)
         self._batch_hook = batch_hook
         self._checkpoints = checkpoints_of(config)
-        self._device_count = len({rank for role in config.device_roles().values() for rank in role.device_mapping}) or 1
+        self._performance = Performance(config)
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self._last_step_at = time.monotonic()
@@ -309,7 +302,7 @@ class TrainingLoop:
                 self._waited = 0.0
             times = clock.metrics()
             self._last_step_at = time.monotonic()
-            self._log(metrics | throughput(batch.tokens, self._device_count, times) | times)
+            self._log(metrics | self._performance.metrics(batch.data.batch, times, metrics.get(PEAK_TFLOPS)) | times)
 
     async def _while_idle(self, work: Coroutine[Any, Any, T]) -> T:
         return await (work if self._synchronizer is None else self._synchronizer.while_idle(work))
@@ -492,18 +485,3 @@ def _line_of_hook(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
-
-
-def throughput(tokens: int, devices: int, times: Mapping[str, float]) -> dict[str, float]:
-    """`throughput/...` of one step.
-
-    Args:
-        tokens: prompt and response tokens learned from, without padding.
-        devices: of all roles together, idle ones included.
-        times: `time/...` of the step in seconds, `time/step` among them.
-    """
-    step = max(times["time/step"], 1e-9)
-    return {
-        "throughput/tokens_per_second": tokens / step / devices,
-        "throughput/trainer_idle": max(0.0, 1 - sum(times.get(name, 0.0) for name in TRAINER_WORK) / step),
-    }

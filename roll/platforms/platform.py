@@ -22,6 +22,30 @@ LOOPBACK = "127.0.0.1"
 """Address of a run on one machine, which no other machine reaches."""
 
 
+BF16_TFLOPS = {
+    "NVIDIA A10": 125.0,
+    "NVIDIA A40": 149.7,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA H20": 148.0,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA H200 NVL": 835.0,
+    "NVIDIA GH200 480GB": 989.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+}
+"""Dense peak with fp32 sums by the name of the GPU, from NVIDIA's data sheets."""
+
+
 class Platform(ABC):
     """Interface of a platform."""
 
@@ -50,6 +74,10 @@ class Platform(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes: `used` and `peak` by this process on its device, `total` and `available` of the device."""
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        """Dense peak of matrix products of `dtype` on a device, by its data sheet; None where it is not known."""
+        return None
 
     @abstractmethod
     def wait_for_device(self, timeout_s: float) -> None:
@@ -230,6 +258,11 @@ class CudaPlatform(Platform):
             "total": total,
             "available": available,
         }
+
+    def peak_tflops(self, dtype: str) -> float | None:
+        import torch
+
+        return None if dtype == "fp32" else BF16_TFLOPS.get(torch.cuda.get_device_name())
 
     def wait_for_device(self, timeout_s: float) -> None:
         """Polls the device: a blocking call would never return where a kernel waits for a dead process."""

@@ -267,6 +267,14 @@ SYSTEM = (
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
     Metric("throughput/tokens_per_second", "tokens/s", "Tokens trained on, including prompts, per second and device."),
     Metric(
+        "perf/tflops_per_device",
+        "TFLOP/s",
+        "Operations of the model in training per second of `time/train` and device of actor_train; recomputation does "
+        "not count.",
+    ),
+    Metric("perf/mfu", "fraction", "`perf/tflops_per_device` over `perf/peak_tflops`; absent where that is not known."),
+    Metric("perf/peak_tflops", "TFLOP/s", "Peak of a device of actor_train in bf16 or fp16, by the name of the GPU."),
+    Metric(
         "throughput/weights_gigabytes_per_second",
         "GB/s",
         "Weights sent per second of the transfer, with checksums where they are verified; see `roll doctor` for links.",

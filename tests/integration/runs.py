@@ -17,7 +17,7 @@ import yaml
 
 from examples.tiny_math.problems import write_problems
 
-MEASURED = ("time/", "memory/", "throughput/", "val/seconds", "rollout/tokens_per_second")
+MEASURED = ("time/", "memory/", "throughput/", "perf/", "val/seconds", "rollout/tokens_per_second")
 """Metrics that are clock or memory readings, and so never the same twice."""
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weight_sync.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.run import run as run_whole
-from roll.pipeline.training_loop import SampleBatch, TrainingLoop, throughput
+from roll.pipeline.training_loop import SampleBatch, TrainingLoop
 from roll.rollout.timers import StepClock
 from roll.trackers.files import DiskFullError, JsonlTracker, read_metrics
 
@@ -312,14 +312,6 @@ def test_seconds_of_a_batch_are_times_of_its_step(tmp_path):
     parts, lines = Counting(), Times()
     asyncio.run(TrainingLoop(config_in(tmp_path, max_steps=2), parts, parts, parts, lines).run())
     assert [line["time/generate"] for _, line in lines.lines] == [0.5, 0.5]
-
-
-def test_the_idle_share_and_tokens_are_those_of_the_step():
-    times = {"time/step": 10.0, "time/generate": 4.0, "time/old_log_probs": 1.0, "time/train": 2.0, "time/val": 1.0}
-    assert throughput(600, 3, times) == {
-        "throughput/tokens_per_second": pytest.approx(20.0),
-        "throughput/trainer_idle": pytest.approx(0.7),
-    }
 
 
 class Waiting(Counting):
