@@ -62,6 +62,9 @@ TENSORS = {
 }
 """Name of a tensor in a GGUF file, without `blk.N.` and `.weight` -> name in a Hugging Face folder."""
 
+FORMAT = 2
+"""Raised when a folder is made in another way, so that those of the cache are made again."""
+
 SHARD_BYTES = 1 << 30
 """A file of weights is closed once it has this size; it is held in memory until then."""
 
@@ -83,7 +86,7 @@ def gguf_file(text: str | Path) -> Path | None:
 def converted_folder(file: Path) -> Path:
     """Where the cache has the model of this file; another size or time of change makes it another model."""
     status = file.stat()
-    identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    identity = f"{FORMAT} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
     return cache_folder() / ".gguf" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
@@ -115,7 +118,6 @@ def convert(text: str | Path, weights: bool) -> None:
 
 def _convert(file: Path, folder: Path, weights: bool) -> None:
     from gguf import GGUFReader
-    from transformers import AutoTokenizer
 
     try:
         reader = GGUFReader(file)
@@ -124,10 +126,21 @@ def _convert(file: Path, folder: Path, weights: bool) -> None:
     config = model_config(reader, file)
     if not has_tokenizer(folder):
         logger.info("reading the tokenizer of %s", file)
-        AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
+        _tokenizer(config, file).save_pretrained(folder)
     if weights:
         _write_weights(reader, config, file, folder)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2))
+
+
+def _tokenizer(config: dict[str, Any], file: Path) -> Any:
+    """The tokenizer with the special tokens of the file: transformers takes bos for eos, and leaves pad out."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    for name in SPECIAL:
+        if (number := config.get(f"{name}_token_id")) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(number))
+    return tokenizer
 
 
 def model_config(reader: GGUFReader, file: Path) -> dict[str, Any]:

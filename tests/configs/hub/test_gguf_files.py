@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,6 +46,7 @@ def write_gguf(path: Path, architecture: str, quantization: GGMLQuantizationType
     writer.add_rope_freq_base(5000.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
+    writer.add_token_types([TokenType.CONTROL if token == "t7" else TokenType.NORMAL for token in TOKENS])
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
@@ -99,6 +100,16 @@ def test_a_plan_makes_the_config_and_the_tokenizer_but_no_weights(tmp_path: Path
     convert(folder, weights=False)
     assert local_model(folder) == converted_folder(file) and not list(local_model(folder).glob("*.safetensors"))
     assert AutoTokenizer.from_pretrained(local_model(folder)).convert_ids_to_tokens([0, 3, 1]) == ["<s>", "a", "</s>"]
+
+
+def test_the_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", "llama", GGMLQuantizationType.F16)
+    convert(file, weights=False)
+    tokenizer = AutoTokenizer.from_pretrained(local_model(file))
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    control = TOKENS.index("t7")
+    assert tokenizer("at7b")["input_ids"] == [TOKENS.index("a"), control, TOKENS.index("b")]
+    assert tokenizer.decode([1, control], skip_special_tokens=True) == ""
 
 
 def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
