@@ -22,12 +22,13 @@ help: ## list the targets
 
 setup: $(READY) ## install everything into .venv
 
-# PyTorch is installed first and alone, so that TORCH_INDEX_ARGS can choose its build; the requirement files are complete.
+# PyTorch is installed first, so that TORCH_INDEX_ARGS can choose its build, and with the libraries that this build needs. The
+# requirement files are complete; triton there is another version than the one of PyTorch's build for CUDA.
 # Byte-compilation runs last, on all cores (pip would use one); files of packages that are not valid Python 3.11 are skipped.
 $(READY): requirements/cpu.txt requirements/dev.txt setup.py $(wildcard requirements/site-packages/*)
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or set PYTHON=PATH" >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or 3.12, or set PYTHON=PATH" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) $(TORCH_INDEX_ARGS) --constraint requirements/cpu.txt torch
+	$(PIP) $(TORCH_INDEX_ARGS) "$$(grep ^torch== requirements/cpu.txt)"
 	$(PIP) --no-deps --requirement requirements/cpu.txt --requirement requirements/dev.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true

@@ -24,8 +24,8 @@ def pinned(file: str, *names: str) -> list[str]:
     return [line for line in lines if not names or re.split(r"[\[=]", line)[0] in names]
 
 
-# Without an extra the package brings what every machine needs. The engines come from requirements/cpu.txt or from the
-# extra `gpu`: SGLang's own dependencies hold the whole CUDA stack, which a machine without an accelerator cannot use.
+# The package brings what every machine needs. The engines come from requirements/cpu.txt or gpu-lock.txt: SGLang's own
+# dependencies hold the whole CUDA stack, which a machine without an accelerator cannot use.
 BASE = ("ray", "transformers", "tensordict", "safetensors", "omegaconf", "pyarrow", "mpmath", "pebble", "psutil")
 BASE += (
     "huggingface-hub",
@@ -65,9 +65,9 @@ setup(
     data_files=[(SITE_PACKAGES, SITE_FILES)],
     distclass=WithDataFiles,
     python_requires=">=3.11",
+    classifiers=["Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=pinned("cpu.txt", *BASE),
     extras_require={
-        "gpu": pinned("gpu.txt", "sglang", "transformer-engine"),
         "dev": pinned(
             "dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml"
         ),

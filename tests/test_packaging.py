@@ -14,6 +14,11 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = {"reasoning_gym", "transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow"}
 """Accelerators that are detected, a hub that is asked for, and trackers of the extra `trackers`; never required."""
 
+LISTS = ("gpu", "cpu", "gpu-lock")
+
+REPINNED = {"apache-tvm-ffi", "compressed-tensors", "numpy", "protobuf", "sentencepiece", "triton"}
+"""SGLang's and PyTorch's own pins on a machine with GPUs, where they are other versions than on a CPU."""
+
 
 def lines(file: str) -> list[str]:
     text = (ROOT / "requirements" / file).read_text()
@@ -40,7 +45,7 @@ def third_party_imports(folder: str) -> set[str]:
 
 
 def test_every_requirement_is_pinned_once() -> None:
-    for file in ("cpu.txt", "gpu.txt", "dev.txt"):
+    for file in ("cpu.txt", "gpu.txt", "gpu-lock.txt", "dev.txt"):
         assert all(re.fullmatch(r"[\w.\-]+(\[[\w,]+\])?==[\w.]+", line) for line in lines(file)), file
         assert len(names(file)) == len(lines(file)), file
 
@@ -49,6 +54,14 @@ def test_versions_agree_between_machines() -> None:
     cpu, gpu = (dict(line.split("==") for line in lines(file)) for file in ("cpu.txt", "gpu.txt"))
     differing = [name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]]
     assert not differing
+
+
+def test_the_complete_list_for_gpus_has_the_pins_of_the_short_one_and_few_that_a_cpu_has_otherwise() -> None:
+    short, cpu, lock = ({re.sub(r"\[.*\]", "", line) for line in lines(f"{name}.txt")} for name in LISTS)
+    assert short <= lock
+    pins = dict(line.split("==") for line in cpu)
+    differing = {name for name, version in (line.split("==") for line in lock) if pins.get(name, version) != version}
+    assert differing <= REPINNED and cpu & lock
 
 
 def test_every_package_that_roll_imports_is_pinned() -> None:

@@ -234,7 +234,8 @@ def shared_device_memory(plan: Plan) -> list[str]:
         elif len(group) > 1:
             sentence = f"{roles} on one device: {gibibytes(sum(totals[name] for name in group))}"
             if plan.engine_share and _mixed(group):
-                sentence += f", which fit {gibibytes(needed[roles])} with mem_fraction_static {plan.engine_share:g}"
+                share = f"mem_fraction_static {plan.engine_share:g}"
+                sentence += f"; with {share} the device needs {gibibytes(needed[roles])}"
             sentences.append(sentence)
     return sentences
 

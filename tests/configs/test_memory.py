@@ -204,7 +204,7 @@ def test_an_engine_beside_the_trainer_takes_its_share_of_what_the_states_leave_f
         needed = max(states + engine / value, rest / (1 - value))
         assert needed_memory(plan) == {"actor_train + actor_infer": int(needed)}
         (sentence,) = shared_device_memory(plan)
-        assert sentence.endswith(f", which fit {gibibytes(int(needed))} with mem_fraction_static {value}")
+        assert sentence.endswith(f"; with mem_fraction_static {value} the device needs {gibibytes(int(needed))}")
     for mode in ("async_generation_ratio=1", "is_offload_states=false"):
         with pytest.raises(ConfigError, match="mem_fraction_static: is not set, and the engine would take most"):
             make_plan(rlvr(tmp_path, *Recipe("0.5B", 1).overrides(), mode, text=TEXT), SERVER)

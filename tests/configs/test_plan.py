@@ -18,7 +18,7 @@ from roll.configs.load import load_config
 from roll.configs.memory import gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.parallel_layout import spans
-from roll.configs.plan import Plan, make_plan, print_plan, shared_device_memory
+from roll.configs.plan import Plan, fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
 from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -309,12 +309,37 @@ def test_examples_plan(recipe: str, expected: tuple[str, int, int]) -> None:
                 "actor_infer.strategy_args.strategy_config.mem_fraction_static=0.85",
             ],
         ),
+        ("qwen2.5-0.5B-rlvr/rlvr_config.yaml", ["actor_train.max_tokens_per_microbatch_in_train=49152"]),
+        (
+            "qwen2.5-0.5B-rlvr/rlvr_config.yaml",
+            [
+                "async_generation_ratio=1",
+                "actor_train.max_tokens_per_microbatch_in_train=32768",
+                "actor_infer.strategy_args.strategy_config.mem_fraction_static=0.3",
+            ],
+        ),
     ],
 )
 def test_the_overrides_in_the_readmes_plan(recipe: str, overrides: list[str]) -> None:
     text = (EXAMPLES / recipe).with_name("README.md").read_text()
     assert all(override in text for override in overrides)
     assert make_plan(load_config(EXAMPLES / recipe, overrides), LAPTOP).roles
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "tokens", "overrides"),
+    [(24, 8192, []), (80, 49152, []), (80, 32768, ["async_generation_ratio=1", f"{SHARE}=0.3"])],
+)
+def test_the_recipe_for_one_gpu_needs_what_its_page_says(device_gib: int, tokens: int, overrides: list[str]) -> None:
+    folder, cells = EXAMPLES / "qwen2.5-0.5B-rlvr", [f"{tokens:,}", "8.28"]
+    for attention in ("auto", "sdpa"):
+        values = [*overrides, f"pretrain={DATA / 'models' / 'qwen2.5-0.5B'}"]
+        values += [f"actor_train.max_tokens_per_microbatch_in_train={tokens}"]
+        values += [f"actor_train.model_args.attn_implementation={attention}"]
+        plan = make_plan(load_config(folder / "rlvr_config.yaml", values), Hardware(1, 8))
+        assert fits_devices(plan, 0.85 * device_gib)
+        cells += [f"{size / 2**30:.2f}" for size in needed_memory(plan).values()]
+    assert f"| {' | '.join(cells)} |" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
