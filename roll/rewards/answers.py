@@ -31,6 +31,11 @@ ONLY_SEVERAL = re.compile(r"\(?[A-Z]\)?(?:\s*(?:,|/|&|\bor\b|\band\b)\s*\(?[A-Z]
 DENIED = re.compile(r"\bnot \(?[A-Z]\b\)?")
 """A choice that a statement excludes."""
 
+CORRECTED = re.compile(
+    r"(?m)\b(?i:wait|actually|correction|sorry|no)\b[,:!] (?i:no, |i mean |it is |it's )*\(?([A-HJ-Z])\)?(?=[.!*]|\s*$)"
+)
+"""A choice that takes the place of an earlier one, as in "Wait, B."."""
+
 LATEX_TEXT = re.compile(r"\\(?:text|math)[a-z]*\s*\{([^{}]*)\}")
 """Text inside of LaTeX mathematics."""
 
@@ -42,10 +47,10 @@ def multiple_choice(response: str, ground_truth: str, config: RewardConfig) -> f
     r"""`correct_score` if the response chooses the letter of the ground truth, else `wrong_score`.
 
     The choice of the response is, in this order: the letter in the last `\boxed{}`; the first letter after the last
-    "answer is" or "Answer:", in lower case only directly after it; the last capital letter that stands alone. I counts
-    in the box, directly after these words and in parentheses, and is the pronoun elsewhere. A response without a
-    letter is wrong, and so is a box that holds something else or several letters; so are several after
-    these words. What precedes `</think>` does not count.
+    "answer is" or "Answer:", in lower case only directly after it; the last capital letter that stands alone. A
+    correction such as "Wait, B." is the same as "Answer: B". I counts in the box, directly after these words and in
+    parentheses, and is the pronoun elsewhere. A response without a letter is wrong, and so is a box that holds
+    something else or several letters; so are several after these words. What precedes `</think>` does not count.
 
     Args:
         response: the decoded response.
@@ -70,7 +75,7 @@ def choice(response: str) -> str | None:
         content = LATEX_TEXT.sub(r"\1", in_box).strip().lstrip("([").strip()
         letter = None if SEVERAL.match(content) else LETTER.match(content)
         return letter[1].upper() if letter else None
-    for stated in (DENIED.sub("", each) for each in _statements(text)):
+    for stated in (DENIED.sub("", each) for each in _statements(CORRECTED.sub(r"\nAnswer: \1", text))):
         if ONLY_SEVERAL.match(stated):
             return None
         direct, capitals = STATED_LETTER.match(stated), _capitals(stated)

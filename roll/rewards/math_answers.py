@@ -46,8 +46,7 @@ def same_answer(answer: str, expected: str) -> bool:
 
 CHARACTERS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u00b7": "×", "\u22c5": "×", "*": "×", "÷": "/", "\u2044": "/", "π": r"\pi "}
-    | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "~": " ", "\u00a0": " "}
-    | {"‡": ""}
+    | {"√": r"\sqrt ", "∞": r"\infty ", "∅": r"\emptyset ", "²": "^2", "³": "^3", "~": " ", "\u00a0": " ", "‡": ""}
 )
 CURRENCIES = {"¤": "dollar", "€": "euro", "£": "lb", "¥": "yen"}  # ¤ stands for a $ that is no mark of a formula
 CURRENCY = re.compile("[¤€£¥]")
@@ -155,14 +154,11 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 def _same_items(ours: list[str], theirs: list[str], is_list: bool) -> bool:
     """Whether each item of either has an equal item in the other; of a list, as many."""
-    keys, wanted_keys = ([_number(item) or item for item in items] for items in (ours, theirs))
-    known, wanted = dict(zip(keys, ours, strict=True)), dict(zip(wanted_keys, theirs, strict=True))
-    if is_list:
-        extra = [known[key] for key in (Counter(keys) - Counter(wanted_keys)).elements()]
-        missing = [wanted[key] for key in (Counter(wanted_keys) - Counter(keys)).elements()]
-    else:
-        extra = [item for key, item in known.items() if key not in wanted]
-        missing = [item for key, item in wanted.items() if key not in known]
+    sides = [[(_number(item) or item, item) for item in items] for items in (ours, theirs)]
+    known, wanted = map(dict, sides)
+    counts, wanted_counts = (Counter(key for key, _ in (side if is_list else dict(side).items())) for side in sides)
+    extra = [known[key] for key in (counts - wanted_counts).elements()]
+    missing = [wanted[key] for key in (wanted_counts - counts).elements()]
     if len(extra) * len(wanted) + len(missing) * len(known) > MOST_PAIRS:
         raise TooLongError(f"sets of {len(ours)} and {len(theirs)} items")
     if not is_list:
@@ -342,9 +338,9 @@ def _same_scalar(answer: str, expected: str) -> bool:
     number, wanted = _number(answer), _number(expected)
     if wanted is not None:
         return number is not None and _same_number(number, wanted)
-    if all(NO_EXPRESSION.fullmatch(each) for each in (answer, expected)):
-        return _text(answer) == _text(expected)
     texts = _text(answer), _text(expected)
+    if all(NO_EXPRESSION.fullmatch(each) for each in (answer, expected)):
+        return texts[0] == texts[1]
     (answer, _, unit), (expected, _, wanted_unit) = (
         CURRENCY.sub("", each).partition("‡") for each in (answer, expected)
     )

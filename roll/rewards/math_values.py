@@ -152,9 +152,8 @@ class _Expression:
         for number, command, letters, other in TOKEN.findall(text.replace("‡", " ")):
             name = command or (letters if letters in FUNCTIONS or letters in ("pi", "sqrt") else "")
             if number or name:
-                self._tokens.append(
-                    ("number" if number else "function" if name in FUNCTIONS else "name", number or name)
-                )
+                kind = "number" if number else "function" if name in FUNCTIONS else "name"
+                self._tokens.append((kind, number or name))
             elif len(letters) > 3:
                 raise _Unknown(letters)
             else:
@@ -170,10 +169,7 @@ class _Expression:
 
     def _seen(self, value: Any) -> Any:
         if _bounded(value):
-            is_exact = isinstance(value, Fraction)
-            self.sizes.append(
-                value.numerator.bit_length() - value.denominator.bit_length() if is_exact else mp.mag(value)
-            )
+            self.sizes.append(mp.mag(real(value)))
         return value
 
     def _kind(self) -> str:
@@ -194,15 +190,12 @@ class _Expression:
 
     def _product(self, of_function: bool = False) -> Any:
         """Factors with or without a sign between them; the argument of a function ends at a sign or a function."""
+        factors = ("number", "letter", "name", *BRACKETS, *(() if of_function else ("function",)))
         result = self._factor()
         while True:
             if not of_function and (sign := self._take("×", "/")):
                 result = self._seen(apply(operator.mul if sign == "×" else operator.truediv, result, self._factor()))
-            elif (
-                self._kind() in ("number", "letter", "name", *BRACKETS)
-                or self._kind() == "function"
-                and not of_function
-            ):
+            elif self._kind() in factors:
                 result = self._seen(apply(operator.mul, result, self._factor()))
             else:
                 return result
