@@ -6,9 +6,10 @@ Equal names allow one weight mapping and one checkpoint format for both specs: f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -73,7 +74,9 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]  # Megatron is not t
 
 
 class CausalAttention(torch.nn.Module):
-    """Rotary embedding and causal attention by `scaled_dot_product_attention`, without materialized scores or masks.
+    """Rotary embedding and causal attention, without materialized scores or masks.
+
+    By `scaled_dot_product_attention`; of packed samples by torch's `varlen_attn`, one call for all, where it computes.
 
     Sequences are padded on the right, so the causal mask also hides padding from every valid token. The rotation is
     done here and not in Megatron's attention because it can then write queries and keys in the memory order that
@@ -109,13 +112,27 @@ class CausalAttention(torch.nn.Module):
         if expand is not None:
             query, key, value = (take_rows(x, expand) for x in (query, key, value))
             positions = positions[expand]
-        runs = [(length, len(list(same))) for length, same in groupby(packed_seq_params.lengths)]
         rotated = [self.rotary.rotate(x[:, None], positions) for x in (query, key)]
-        tensors = (*rotated, value[:, None].permute(1, 2, 0, 3))
-        parts = [x.split([length * count for length, count in runs], dim=2) for x in tensors]
-        contexts = [self._attend_run(count, *run) for (_, count), *run in zip(runs, *parts, strict=True)]
-        context = torch.cat(contexts, dim=2).permute(2, 0, 1, 3).flatten(2)
+        if takes_varlen(query):
+            context = self._attend_packed(packed_seq_params, rotated[0], rotated[1], value)
+        else:
+            runs = [(length, len(list(same))) for length, same in groupby(packed_seq_params.lengths)]
+            tensors = (*rotated, value[:, None].permute(1, 2, 0, 3))
+            parts = [x.split([length * count for length, count in runs], dim=2) for x in tensors]
+            contexts = [self._attend_run(count, *run) for (_, count), *run in zip(runs, *parts, strict=True)]
+            context = torch.cat(contexts, dim=2).permute(2, 0, 1, 3).flatten(2)
         return context if collapse is None else take_rows(context, collapse)
+
+    def _attend_packed(
+        self, packed: PackedSamples, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """[S, 1, heads * D] of rotated queries and keys [1, heads, S, D] and values [S, heads, D], in one call."""
+        attend = varlen_attention()
+        assert attend is not None
+        samples = [packed.cu_seqlens_q] * 2 + [packed.max_seqlen_q] * 2
+        options = {"scale": self.scale, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+        context: torch.Tensor = attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value, *samples, **options)
+        return context.flatten(1)[:, None]
 
     def _attend_run(self, count: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[1, heads, count * S, D] of `count` samples of S tokens that follow each other, in one call."""
@@ -129,6 +146,28 @@ class CausalAttention(torch.nn.Module):
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+
+@cache
+def varlen_attention() -> Callable[..., Any] | None:
+    """Torch's attention over packed samples; None where torch has none, or one without these options."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys() else None
+
+
+def takes_varlen(query: torch.Tensor) -> bool:
+    """Whether `varlen_attention` takes queries [S, heads, D]: its kernel needs half precision on Ampere or later."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and varlen_attention() is not None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 class SwiGLU(torch.nn.Module):
