@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs one check of a machine's GPUs: gpu_first, gpu_smoke or two_gpus. Further arguments are those of scripts/NAME.py.
-# gpu_smoke and two_gpus need requirements/gpu.txt (see docs/gpu.md).
+# gpu_smoke and two_gpus need SGLang (see docs/gpu.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${1:-}

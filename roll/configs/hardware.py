@@ -24,9 +24,6 @@ from roll.configs.rules.files import check_head_sizes
 GPUS_PER_NODE = 8
 """Assumed devices per node of a run on GPUs that is planned on a machine without any."""
 
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Options of torch's memory allocator for GPUs."""
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -72,7 +69,6 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
         report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
     check_fits_machine(config, config.platform, hardware, report)
     check_memory(config, config.platform, hardware, report)
-    check_compiler(config, config.platform, hardware, report)
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
     if per_node and not report.errors:
         check_nodes(config, config.platform, per_node, report)
@@ -177,12 +173,12 @@ def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, rep
         )
     for role in ("actor_train", "actor_infer") if config.shares_devices else ():
         variables = {**os.environ, **config.system_envs, **getattr(config, role).system_envs}
-        for name in ALLOCATOR_VARIABLES:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if re.search(r"expandable_segments\s*:\s*true", variables.get(name, ""), re.IGNORECASE):
                 report.missing_resource(
-                    f"{role}.system_envs.{name}",
-                    f"{variables[name]} does not work with CUDA IPC, which sends weights to engines on GPUs that they "
-                    "share with actor_train; leave expandable_segments out",
+                    name,
+                    f"{variables[name]} of {role} does not work with CUDA IPC, which sends weights between actor_train "
+                    "and actor_infer on the GPUs they share; leave expandable_segments out",
                 )
 
 
@@ -194,6 +190,9 @@ def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
         report.missing_resource(
             "num_devices_per_node", f"{per_node}, and this machine has {hardware.gpus} GPUs; use those, {elsewhere}"
         )
+    for role, worker in config.device_roles().items() if hardware.gpus else ():
+        if isinstance(worker, EngineRoleConfig) and (why := compiler_problem(worker.system_envs)):
+            report.missing_resource(f"{role}.strategy_args.strategy_name", f"sglang: {why}")
 
 
 def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
@@ -236,16 +235,6 @@ def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, re
             )
 
 
-def check_compiler(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
-    """SGLang finds nvcc on this machine; on the nodes of a cluster, engines check it when they start."""
-    if platform != "cuda" or not hardware.gpus or joins_ray():
-        return
-    for role, worker in config.device_roles().items():
-        if isinstance(worker, EngineRoleConfig) and (why := compiler_problem(worker.system_envs)):
-            report.missing_resource(f"{role}.strategy_args.strategy_name", f"sglang: {why}")
-            return
-
-
 def compiler_problem(variables: Mapping[str, str]) -> str:
     """Why an engine with these environment variables cannot compile kernels on this machine; empty if it can.
 
@@ -260,7 +249,7 @@ def compiler_problem(variables: Mapping[str, str]) -> str:
         advice = "install the CUDA toolkit, or set CUDA_HOME to its folder"
         return f"{folder}/bin/nvcc is missing, with which it compiles kernels when it starts; {advice}"
     if folder.parent.name == "nvidia" and not (folder / "lib64" / "libcudart.so").exists():
-        return f"{folder}/lib64/libcudart.so is missing, with which it links kernels; make the links of docs/gpu.md"
+        return f"{folder}/lib64/libcudart.so is missing, with which it links kernels; see docs/gpu.md"
     return ""
 
 

@@ -18,7 +18,6 @@ from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.errors import ConfigError, Problem
 from roll.configs.hardware import (
     Hardware,
-    check_compiler,
     check_fits_machine,
     check_memory,
     check_nodes,
@@ -136,7 +135,6 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
     check_head_sizes(config, platform, report)
     check_fits_machine(config, platform_here(config, hardware), hardware, report)
     check_memory(config, platform_here(config, hardware), hardware, report)
-    check_compiler(config, platform_here(config, hardware), hardware, report)
     if report.errors:
         raise ConfigError(report.errors, config.source.file)
     shapes = model_shapes(config)

@@ -390,13 +390,19 @@ def test_an_item_of_several_lines_has_one_bullet(tmp_path: Path) -> None:
 def test_expandable_segments_stop_a_run_that_sends_weights_through_cuda_ipc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
-    value, stop = "max_split_size_mb:64,expandable_segments:True", "does not work with CUDA IPC"
+    value = "max_split_size_mb:64,expandable_segments:True"
+    stop = (
+        f"{name}: {value} of {place.partition('.')[0] if '.' in place else 'actor_train'} does not work with CUDA IPC"
+    )
     monkeypatch.setenv(name, "" if place else value)
     given = [f"{place}={{{name}: '{value}'}}"] if place else []
     values = ("platform=cuda", "async_generation_ratio=0", *given)
     shared = make_plan(rlvr(tmp_path, *values, "actor_infer.device_mapping=0-15"), SERVER)
     assert any(stop in line for line in shared.stops)
     assert not any(stop in line for line in make_plan(rlvr(tmp_path, *values), SERVER).stops)
+    monkeypatch.setenv(name, value)
+    off = (f"system_envs={{{name}: 'expandable_segments:False'}}", "actor_infer.device_mapping=0-15")
+    assert not any(stop in line for line in make_plan(rlvr(tmp_path, *values[:2], *off), SERVER).stops)
 
 
 def test_an_engine_needs_nvcc_on_a_machine_with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +422,7 @@ def test_an_engine_needs_nvcc_on_a_machine_with_gpus(tmp_path: Path, monkeypatch
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "nvcc").touch(0o755)
     linked = f"{home}/lib64/libcudart.so is missing, with which it links kernels"
-    assert stops() == [f"{path}{linked}; make the links of docs/gpu.md"]
+    assert stops() == [f"{path}{linked}; see docs/gpu.md"]
     (home / "lib64").mkdir()
     (home / "lib64" / "libcudart.so").touch()
     assert not stops()

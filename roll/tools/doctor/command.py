@@ -12,8 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from roll.configs.errors import Report
-from roll.configs.hardware import check_compiler, prepare_devices, this_machine
+from roll.configs.hardware import prepare_devices
 from roll.configs.load import load_config
 from roll.terminal import end_now, handle_interrupt, make_console
 from roll.tools.doctor.comparison import MEASURES, RankSpeeds, medians, slow_nodes, slow_speeds
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs `roll doctor`.
 
     Returns:
-        Exit code: 1 if a rank is slow or engines cannot start on this machine, else 0.
+        Exit code: 0 if no rank is slow, 1 if one is.
 
     Raises:
         ConfigError: the configuration cannot be used on this machine.
@@ -74,10 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with handle_interrupt(end_now, signal.SIGTERM):  # Ctrl-C does the same for every command
         ranks, all_reduce = measure(config, arguments.seconds, arguments.slower_than)
-    slow, engines = slow_speeds(ranks, arguments.slower_than), Report()
-    check_compiler(config, config.platform, this_machine(), engines)
-    for problem in engines.missing:
-        print(problem, file=sys.stderr)
+    slow = slow_speeds(ranks, arguments.slower_than)
     if arguments.json:
         print(json.dumps(as_dict(ranks, all_reduce, arguments.slower_than), indent=2))
     else:
@@ -87,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(speed_table(ranks, slow))
         for line in summary(ranks, all_reduce, arguments.slower_than):
             console.print(line, markup=False, soft_wrap=True)
-    return 1 if slow or engines.missing else 0
+    return 1 if slow else 0
 
 
 def as_dict(ranks: Sequence[RankSpeeds], all_reduce: float, slower_than: float) -> dict[str, Any]:
