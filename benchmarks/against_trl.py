@@ -2,13 +2,14 @@
 
     python -m benchmarks.against_trl --json FILE
 
-TRL is installed into a folder of its own at the first run (requirements/trl.txt). Three workloads: 1,024 answers of 3
+TRL is installed into a folder of its own at the first run (requirements/trl.txt). Four workloads: 1,024 answers of 3
 tokens on average, by the warm-started model of examples/tiny_math; 128 responses of long-tailed lengths (a random model
 ends a response with about the same probability at every token, so lengths are geometric, up to a limit of twice the
-mean); and a random model of 25 million weights with 128 responses of at most 128 tokens. Both sides make one optimizer
-step of a batch, in fp32, with groups of 8. At ratio 0 training and generation take turns on both cores; at ratio 1 each
-has one, or, for the large model, training has both and the engine shares them. A round runs TRL and both ratios in
-turn; the figure of a workload is the median of the rounds' ratios of samples per second.
+mean); a random model of 25 million weights with 128 responses of at most 128 tokens; and SmolLM2-135M-Instruct with 64
+responses of at most 96. Both sides make one optimizer step of a batch, with groups of 8, in fp32; of the last workload
+each side is measured in fp32 and bf16, and the faster counts. At ratio 0 training and generation take turns on both
+cores; at ratio 1 each has one, or, for the model of 25 million, training has both and the engine shares them. A round
+runs TRL and both ratios in turn; the figure of a workload is the median of the rounds' ratios of samples per second.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ WARM_UP_STEPS = 2
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements" / "trl.txt"
 PACKAGES = Path(__file__).parent.parent / "output" / "bench" / "trl-packages"
-RUN_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 1800.0
 
 TINY: dict[str, Any] = {
     "hidden_size": 128,
@@ -61,6 +64,11 @@ class Workload:
     shared_cores: bool = False
     """Whether training has both cores at ratio 1 too, and shares them with the engine: for training that takes longer
     than generation."""
+    dtypes: tuple[str, ...] = ("fp32",)
+    """Each side is measured in all of them, and the faster counts."""
+    pretrained: bool = False
+    """Whether the model is SmolLM2-135M-Instruct."""
+    rounds: int = ROUNDS
 
     @property
     def samples(self) -> int:
@@ -86,6 +94,7 @@ WORKLOADS = {
         },
         shared_cores=True,
     ),
+    "SmolLM2-135M": Workload(8, 96, 16, 3, {1: 3.0, 0: 2.0}, None, False, ("fp32", "bf16"), pretrained=True, rounds=1),
 }
 
 
@@ -97,13 +106,12 @@ def measure() -> Measurement:
         for name, work in WORKLOADS.items():
             folder = Path(scratch, name.replace(" ", "_"))
             prepare(work, folder)
-            for number in range(ROUNDS):
-                figures[name].append(
-                    {
-                        "trl": run_trl(work, folder),
-                        **{f"ratio {ratio}": run_ours(work, folder, ratio, number) for ratio in (0, 1)},
-                    }
-                )
+            for number in range(work.rounds):
+                sides = {
+                    "trl": partial(run_trl, work, folder),
+                    **{f"ratio {ratio}": partial(run_ours, work, folder, ratio, number) for ratio in (0, 1)},
+                }
+                figures[name].append({side: fastest(work, run) for side, run in sides.items()})
     ratios = {
         name: {side: median([speed_up(each, side) for each in rounds]) for side in ("ratio 0", "ratio 1")}
         for name, rounds in figures.items()
@@ -118,6 +126,13 @@ def measure() -> Measurement:
         "rounds": figures,
         "ratios": ratios,
     }, checks
+
+
+def fastest(work: Workload, run: Callable[[str], dict[str, float]]) -> dict[str, Any]:
+    """The figures of the dtype in which a side makes the most samples per second, with its name and the other rates."""
+    figures = {dtype: run(dtype) for dtype in work.dtypes}
+    best = max(figures, key=lambda dtype: figures[dtype]["samples_per_second"])
+    return {**figures[best], "dtype": best, "all": {name: each["samples_per_second"] for name, each in figures.items()}}
 
 
 def speed_up(figures: dict[str, Any], side: str) -> float:
@@ -137,6 +152,15 @@ def install_trl(folder: Path) -> None:
 
 def prepare(work: Workload, folder: Path) -> None:
     """Writes model, tokenizer and problems of a workload."""
+    if work.pretrained:
+        from examples.smollm2_135m.weights import gguf_weights
+        from examples.tiny_math.problems import write_problems
+        from roll.configs.hub.gguf_files import convert, converted_folder
+
+        write_problems(folder / "data", seed=1, train=2000, val=10, levels=(1,))
+        convert(gguf_weights(), weights=True)
+        (folder / "model").symlink_to(converted_folder(gguf_weights()))
+        return
     if work.shape is None:
         from examples.tiny_math.demo import warm_start
 
@@ -155,7 +179,7 @@ def prepare(work: Workload, folder: Path) -> None:
     write_problems(folder / "data", seed=1, train=2000, val=10, levels=(1,))
 
 
-def run_trl(work: Workload, folder: Path) -> dict[str, float]:
+def run_trl(work: Workload, folder: Path, dtype: str) -> dict[str, float]:
     """One run of TRL."""
     settings = {
         "model": str(folder / "model"),
@@ -165,6 +189,7 @@ def run_trl(work: Workload, folder: Path) -> dict[str, float]:
         "response_length": work.response_length,
         "micro_batch": work.trl_micro_batch,
         "steps": WARM_UP_STEPS + work.steps,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
     }
     (folder / "trl.json").write_text(json.dumps(settings))
     result = folder / "trl-result.json"
@@ -176,13 +201,13 @@ def run_trl(work: Workload, folder: Path) -> dict[str, float]:
     return summary(work, figures["response_tokens"], step, generate, step - generate)
 
 
-def run_ours(work: Workload, folder: Path, ratio: int, number: int) -> dict[str, float]:
+def run_ours(work: Workload, folder: Path, ratio: int, number: int, dtype: str) -> dict[str, float]:
     """One run of the project at a ratio."""
     from roll.trackers.files import read_metrics
 
-    output = folder / f"ours-{ratio}-{number}"
+    output = folder / f"ours-{ratio}-{number}-{dtype}"
     config = folder / f"ratio-{ratio}.yaml"
-    config.write_text(yaml.safe_dump(recipe(work, folder, ratio) | {"output_dir": str(output)}))
+    config.write_text(yaml.safe_dump(recipe(work, folder, ratio, dtype) | {"output_dir": str(output)}))
     run_command([sys.executable, "-m", "roll", "run", str(config)], {})
     lines = read_metrics(output / "metrics.jsonl")[WARM_UP_STEPS:]
     tokens, step, generate, train = (
@@ -192,7 +217,7 @@ def run_ours(work: Workload, folder: Path, ratio: int, number: int) -> dict[str,
     return summary(work, tokens, step, generate, train)
 
 
-def recipe(work: Workload, folder: Path, ratio: int) -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, ratio: int, dtype: str = "fp32") -> dict[str, Any]:
     """The run's configuration: on both cores in turn at ratio 0, else a core for each side, or `shared_cores`."""
     training, generating = ([0, 1], [0, 1]) if ratio == 0 else ([0, 1], [2]) if work.shared_cores else ([0], [1])
     return {
@@ -207,28 +232,31 @@ def recipe(work: Workload, folder: Path, ratio: int) -> dict[str, Any]:
         "async_generation_ratio": ratio,
         "rollout_batch_size": work.prompts,
         "num_return_sequences_in_group": GROUP,
-        "prompt_length": PROMPT_TOKENS,
+        "prompt_length": 3 * PROMPT_TOKENS if work.pretrained else PROMPT_TOKENS,
         "response_length": work.response_length,
         "adv_estimator": "grpo",
         "loss_agg_mode": "token-mean",
         "actor_train": {
             "pg_variant": "ppo",
-            "model_args": {"dtype": "fp32"},
+            "model_args": {"dtype": dtype},
             "training_args": {
                 "learning_rate": 1.0e-5,
                 "per_device_train_batch_size": GROUP,
                 "gradient_accumulation_steps": work.samples // GROUP // len(training),
             },
             "use_dynamic_batching_in_train": True,
-            "max_tokens_per_microbatch_in_train": TOKENS_PER_MICRO_BATCH,
+            "max_tokens_per_microbatch_in_train": TOKENS_PER_MICRO_BATCH // (4 if work.pretrained else 1),
             "data_args": {"template": "native", "file_name": [str(folder / "data" / "train.jsonl")]},
             "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
             "device_mapping": training,
         },
         "actor_infer": {
-            "model_args": {"dtype": "fp32"},
+            "model_args": {"dtype": dtype},
             "generating_args": {"temperature": 1.0},
-            "strategy_args": {"strategy_name": "sglang", "strategy_config": {"load_format": "dummy"}},
+            "strategy_args": {
+                "strategy_name": "sglang",
+                "strategy_config": {} if work.pretrained else {"load_format": "dummy"},
+            },
             "max_running_requests": 512,
             "device_mapping": generating,
         },

@@ -2,7 +2,8 @@
 
     python -m benchmarks.trl_grpo SETTINGS.json RESULT.json
 
-The settings are `model`, `data` (paths), `prompts`, `group`, `response_length`, `micro_batch` and `steps`. The result
+The settings are `model`, `data` (paths), `prompts`, `group`, `response_length`, `micro_batch`, `steps` and
+`dtype`. The result
 has the seconds of each step, those of its generation, and the mean number of tokens of a response.
 """
 
@@ -60,7 +61,7 @@ def main(settings_file: str, result_file: str) -> None:
         loss_type="dapo",
         learning_rate=1e-5,
         gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": settings["dtype"]},
         use_cpu=True,
         bf16=False,
         fp16=False,
