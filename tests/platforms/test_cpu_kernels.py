@@ -144,6 +144,12 @@ def test_silu_multiply(kernels, rows):
     torch.testing.assert_close(kernels[16].silu_multiply(x), F.silu(gate) * up, atol=1e-6, rtol=1e-5)
 
 
+def test_silu_far_below_zero_is_exact_to_rounding(kernels):
+    gate = torch.linspace(-86, 0, 20_001)
+    found = kernels[16].silu_multiply(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+    torch.testing.assert_close(found.double(), F.silu(gate.double()), atol=0, rtol=6e-7)
+
+
 LAYOUTS = {
     "contiguous": lambda x: x,
     "rows apart": lambda x: F.pad(x, (0, 5))[:, : x.shape[1]],

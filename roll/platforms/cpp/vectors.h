@@ -87,12 +87,13 @@ inline vec multiply_add(vec a, float b, vec c) {
 #endif
 }
 
-// exp(x) for x <= 0 with a relative error of 2e-7, and 0 below -87: 2^n times a polynomial of the rest.
+// exp(x) for x <= 0 with a relative error of 2e-7, and 0 below -87: 2^n times a polynomial of x - n log(2), where log(2)
+// is a sum, so that the first product has no rounding error.
 inline vec exp_negative(vec x) {
   const vec bounded = x < fill(-87.0f) ? fill(-87.0f) : x;
   const vec scaled = bounded * 1.44269504088896341f;
   const vec whole = (scaled + 12582912.0f) - 12582912.0f;  // rounded: 1.5 * 2^23 leaves no room for a fraction
-  const vec f = (scaled - whole) * 0.693147180559945f;
+  const vec f = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
   const vec rest = 1.6666667e-1f + f * (4.1666668e-2f + f * (8.3333338e-3f + f * 1.3888889e-3f));
   const vec p = 1.0f + f * (1.0f + f * (0.5f + f * rest));
   const ivec bits = (__builtin_convertvector(whole, ivec) + 127) << 23;
