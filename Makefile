@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 TORCH_INDEX_ARGS ?=
 CONFIG ?= examples/tiny_math/rlvr_config.yaml
+SEED ?= 42
 BENCH_DIR ?= output/bench
 RECIPES ?= $(filter-out examples/algorithms/%,$(wildcard examples/*/*.yaml)) examples/algorithms/ppo_critic.yaml tests/data/recipes/*_async.yaml
 
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-agentic test test-fast lint format bench docs plan rehearse clean
+.PHONY: help setup demo demo-real demo-agentic test test-fast lint format bench docs plan rehearse clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,10 +36,14 @@ $(READY): requirements/cpu.txt requirements/dev.txt setup.py $(wildcard requirem
 	@touch $@
 
 demo: setup ## train a small model on arithmetic, in about ten minutes
-	$(BIN)/python -m examples.tiny_math.demo --out output/demo
+	$(BIN)/python -m examples.tiny_math.demo --out output/demo --seed $(SEED)
+
+demo-real: export HF_HUB_OFFLINE = 0
+demo-real: setup ## train SmolLM2-135M on questions of reasoning-gym; fetches its weights
+	$(BIN)/python -m examples.smollm2_135m.demo --out output/demo-real --seed $(SEED)
 
 demo-agentic: setup ## train an agent on FrozenLake, over many turns
-	$(BIN)/python -m examples.tiny_frozen_lake.demo --out output/demo-agentic
+	$(BIN)/python -m examples.tiny_frozen_lake.demo --out output/demo-agentic --seed $(SEED)
 
 test: lint test-fast ## run lint and every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "integration or slow"

@@ -40,14 +40,16 @@ def train(file: Path, overrides: list[str]) -> RunSummary:
     return RunSummary(**record["summary"])
 
 
-def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSummary, metric: str) -> dict[str, float]:
+def summarise(
+    out: Path, seed: int, start: float, warm: RunSummary | None, rl: RunSummary, metric: str
+) -> dict[str, float]:
     """Writes `summary.json` below `out` and returns it.
 
     Args:
         out: output folder of all stages.
         seed: seed of all stages.
         start: `time.perf_counter()` before the first stage.
-        warm: summary of the supervised stage.
+        warm: summary of the supervised stage, if there was one.
         rl: summary of the reinforcement learning stage.
         metric: validation metric, such as `val/score`; its first value is `val_before`, its last `val_after`. Both are
             left out where `eval_steps: 0` turned validation off.
@@ -56,7 +58,7 @@ def summarise(out: Path, seed: int, start: float, warm: RunSummary, rl: RunSumma
     summary = {
         **({"val_before": scores[min(scores)], "val_after": scores[max(scores)]} if scores else {}),
         "seconds": round(time.perf_counter() - start, 1),
-        "peak_rss_bytes": max(warm.peak_memory_bytes, rl.peak_memory_bytes),
+        "peak_rss_bytes": max(run.peak_memory_bytes for run in (warm, rl) if run is not None),
         "seed": seed,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

