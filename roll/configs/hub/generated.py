@@ -131,7 +131,7 @@ def _rows(data: Generated, text: str) -> Iterator[dict[str, Any]]:
         if question not in seen and split_of(question) == data.split:
             seen.add(question)
             yield {
-                "id": f"{data.name}-{data.split}-{data.seed}-{index}",
+                "id": f"{data.file.stem}-{index}",
                 "tag": item["metadata"].get("source_dataset", data.name),
                 "prompt": question,
                 "ground_truth": item["answer"],

@@ -33,6 +33,11 @@ def test_rows_are_those_of_the_options_and_the_seed() -> None:
     assert local_file(SUMS) == generate(SUMS)
 
 
+def test_rows_of_one_task_with_other_options_have_other_ids() -> None:
+    ids = [json.loads(line)["id"] for text in (SUMS, f"{SUMS}&min_terms=3") for line in generate(text).open()]
+    assert len(set(ids)) == len(ids) == 120
+
+
 @pytest.mark.parametrize("seed", [3, 42])
 def test_no_question_of_validation_is_trained_on(seed: int) -> None:
     few = f"reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&seed={seed}&size="
