@@ -102,11 +102,12 @@ class FaultyWorker(TrainWorker):
         self._copies.append(memory)
         return make_handle(memory, tensor_locations(specs))
 
-    def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
-        if self.fault == Fault("corrupt", name):
-            tensor = tensor.clone()
-            tensor.view(-1)[0] += 1
-        return super()._broadcast(name, tensor)
+    def _broadcast(self, named: list[tuple[str, torch.Tensor]]) -> tuple[dist.Work | None, torch.Tensor]:
+        named = [(name, tensor.clone()) for name, tensor in named]
+        for name, tensor in named:
+            if self.fault == Fault("corrupt", name):
+                tensor.view(-1)[0] += 1
+        return super()._broadcast(named)
 
     @register(deadline="sync_timeout_s")
     def checksum_bucket(self, stages: list[list[Bucket]], index: int, checksum_ranks: int) -> dict[str, str] | None:

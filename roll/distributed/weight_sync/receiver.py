@@ -168,7 +168,7 @@ class WeightReceiver(Worker):
             dtypes=[spec.dtype for spec in specs],
             shapes=[list(spec.shape) for spec in specs],
             group_name=group_name,
-            load_format=None,
+            load_format="flattened_bucket",
             flush_cache=False,
             abort_all_requests=False,
         )

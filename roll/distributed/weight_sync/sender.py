@@ -16,7 +16,7 @@ import torch.distributed as dist
 from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
-from roll.distributed.weight_sync.shm_buckets import ShmBuckets, cuda_ipc_handle, views_of
+from roll.distributed.weight_sync.shm_buckets import ShmBuckets, cuda_ipc_handle, flattened, views_of
 from roll.distributed.worker import Worker, WorkerRank, register
 from roll.platforms import get_platform
 
@@ -199,18 +199,16 @@ class WeightSender(Worker):
             checksums = EngineChecksums.of_model(self.weights.folder, checksum_ranks)
         tensors = StageWeights(self.weights.gathered())
         sent = 0
-        previous: list[tuple[dist.Work | None, torch.Tensor]] = []
+        previous: tuple[dist.Work | None, torch.Tensor] | None = None
         try:
             for bucket in stages[self.stage]:
-                sending = []
-                for spec in bucket.specs:
-                    tensor = tensors.take(spec)
-                    if tensor is None:
-                        continue
-                    if checksums is not None:
-                        checksums.add(spec.name, tensor)
-                    sending.append(self._broadcast(spec.name, tensor))
-                    sent += tensor.nbytes
+                gathered = [(spec.name, tensors.take(spec)) for spec in bucket.specs]
+                named = [(name, tensor) for name, tensor in gathered if tensor is not None]
+                if checksums is not None:
+                    for name, tensor in named:
+                        checksums.add(name, tensor)
+                sending = self._broadcast(named) if named else None
+                sent += 0 if sending is None else sending[1].nbytes
                 _finish(previous)
                 if checksums is not None:  # they wait for the GPU, without a limit
                     self._wait_for_device()
@@ -233,10 +231,10 @@ class WeightSender(Worker):
         except TimeoutError as error:
             raise SendError(f"{self.rank.name}: the engines have not received the weights: {error}") from None
 
-    def _broadcast(self, name: str, tensor: torch.Tensor) -> tuple[dist.Work | None, torch.Tensor]:
-        """Starts a broadcast; the tensor must live until it is finished."""
-        tensor = tensor.detach().contiguous()
-        return dist.broadcast(tensor, src=0, group=self._group, async_op=True), tensor
+    def _broadcast(self, named: list[tuple[str, torch.Tensor]]) -> tuple[dist.Work | None, torch.Tensor]:
+        """Starts the broadcast of a bucket, in one call; the flat tensor must live until it is finished."""
+        flat = flattened([tensor for _, tensor in named])
+        return dist.broadcast(flat, src=0, group=self._group, async_op=True), flat
 
     # Shared memory, bucket by bucket: `fill_bucket` on every rank, then `checksum_bucket` when verifying. On a CPU all
     # tensor-parallel ranks write their slices to the same memory; on a GPU every rank that exports handles gathers.
@@ -321,10 +319,10 @@ class WeightSender(Worker):
             self._tensors.check_end()
         if not everywhere and self.rank.coordinates.tensor:
             return []
-        parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in gathered if tensor is not None]
-        if len(parts) != len(gathered):
+        whole = [tensor for tensor in gathered if tensor is not None]
+        if len(whole) != len(gathered):
             raise SendError(f"{self.rank.name} lacks tensors of the bucket that starts at {bucket.specs[0].name}")
-        self._gathered = [*self._gathered[-1:], torch.cat(parts)]
+        self._gathered = [*self._gathered[-1:], flattened(whole)]
         return views_of(self._gathered[-1], bucket.specs)
 
     @register(deadline="sync_timeout_s")
@@ -356,7 +354,6 @@ class WeightSender(Worker):
         self._tensors, self._writers, self._checksums, self._gathered = None, None, None, []
 
 
-def _finish(broadcasts: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
-    for work, _ in broadcasts:
-        if work is not None:
-            work.wait()
+def _finish(broadcast: tuple[dist.Work | None, torch.Tensor] | None) -> None:
+    if broadcast is not None and broadcast[0] is not None:
+        broadcast[0].wait()

@@ -78,6 +78,11 @@ def tensor_locations(specs: Sequence[WeightSpec]) -> list[TensorLocation]:
     return locations
 
 
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the tensors one after the other, [bytes] uint8, as `views_of` and SGLang read it."""
+    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
 def views_of(flat: torch.Tensor, specs: Sequence[WeightSpec]) -> list[tuple[str, torch.Tensor]]:
     """Named views of tensors that are stored one after the other in `flat` [bytes] uint8."""
     views = []

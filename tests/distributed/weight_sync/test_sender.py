@@ -95,6 +95,20 @@ def test_buckets_are_filled_in_turn_and_the_previous_one_stays_valid(shared: boo
         previous = []
 
 
+def test_a_bucket_is_one_broadcast_that_sglang_takes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    made, sent = sender(), []
+    monkeypatch.setattr(module.dist, "broadcast", lambda tensor, **options: sent.append(tensor))
+    group: Any = object()
+    made._group = group
+    result = made.broadcast_weights([make_buckets(SPECS, 16)], 0)
+    assert result is not None and result.num_bytes == 24 and [len(flat) for flat in sent] == [16, 8]
+    received = FlattenedTensorBucket([(spec.name, torch.empty(spec.shape)) for spec in SPECS[:2]])
+    received.get_flattened_tensor().copy_(sent[0])
+    assert {name: tensor.tolist() for name, tensor in received.reconstruct_tensors()} == {"a": [0, 0], "b": [1, 1]}
+
+
 def test_a_broadcast_that_never_ends_on_the_gpu_fails_and_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's broadcasts return before they are done, so their end is waited for, up to the deadline."""
     made, started = sender(), []
