@@ -123,7 +123,7 @@ class Cluster(Generic[WorkerT]):
         concurrent = self._worker_cls.concurrent
         platform = get_platform(self._resources.platform_name)
         environment = {
-            **platform.environment,
+            **platform.worker_environment(),
             **(platform.deterministic_environment if self._pipeline_config.deterministic else {}),
             **process_environment(self._pipeline_config, threads),
             **self.config.system_envs,

@@ -91,6 +91,10 @@ class Platform(ABC):
     def release_cached_memory(self) -> None:
         """Returns the memory of freed tensors to the device, for other processes."""
 
+    def worker_environment(self) -> dict[str, str]:
+        """`environment`, with the values of variables that are set where the run starts."""
+        return {name: os.environ.get(name, value) for name, value in self.environment.items()}
+
     def engine_environment(self, dtype: str) -> dict[str, str]:
         """Environment variables of the processes of an engine of `dtype`."""
         return {}

@@ -101,6 +101,12 @@ def test_more_threads_than_cores_is_refused():
         get_platform("cpu").setup_process([0, 1], 3)
 
 
+def test_nccl_settings_of_the_user_are_kept(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    assert get_platform("cuda").worker_environment() == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
+
+
 def test_training_ranks_have_the_nccl_settings_of_the_engines():
     """SGLang sets these in its own processes unless they are set; a broadcast needs them equal on both sides."""
     from importlib.util import find_spec
