@@ -167,10 +167,10 @@ class _FusedLinearLogprobs(torch.autograd.Function):
     ) -> Any:
         hidden, weight, targets, entropy, log_normalizers = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
-        hidden_gradient = torch.zeros_like(_multiplied(hidden))
+        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden, weight):
-            logits, multiplied = ctx.logits.pop(0), _multiplied(hidden[rows])
+            logits = ctx.logits.pop(0)
             if logits is None:
                 of_rows = None if ctx.kept is None else ctx.kept[rows]
                 logits = _logits(hidden[rows], weight, targets[rows], spec, of_rows)
@@ -179,9 +179,9 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             of = log_normalizers[rows], targets[rows], entropy[rows], log_prob_gradient[rows], of_entropy, of_chosen
             for columns in _slices(logits):
                 part = replace(spec, first_token=spec.first_token + columns.start, tokens=columns.stop - columns.start)
-                gradient = _logit_gradient(logits[:, columns], *of, part, multiplied.dtype)
-                hidden_gradient[rows] += _product(gradient, _multiplied(weight[columns]), hidden.dtype)
-                _add_product(weight_gradient[columns], gradient.t(), multiplied, hidden.dtype)
+                gradient = _logit_gradient(logits[:, columns], *of, part, hidden.dtype)
+                hidden_gradient[rows] += _gradient_product(gradient, weight[columns])
+                _add_product(weight_gradient[columns], gradient.t(), hidden[rows])
             del logits, gradient  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
@@ -413,13 +413,10 @@ def _multiplied(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.device.type == "cuda" else matrix.float()
 
 
-def _product(
-    one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _product(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
     """The product in fp32 of matrices as `_multiplied` returns them; `dtype` is that of the model.
 
-    A CPU with AMX multiplies bf16 several times faster than fp32. oneDNN does so with fp32 matrices that it rounds,
-    which changes only gradients of logits: they are rounded as on a GPU.
+    A CPU with AMX multiplies bf16 several times faster than fp32: oneDNN does so with fp32 matrices.
     """
     if one.dtype != torch.float32:
         return torch.mm(one, other, out_dtype=torch.float32, out=out)
@@ -429,8 +426,15 @@ def _product(
     return torch.matmul(one, other, out=out)
 
 
-def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> None:
-    """Adds the product to `total` in fp32; by slices where the product is a matrix of its own.
+def _gradient_product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The product of a gradient in the model's precision: in fp32 on a GPU, in that precision on a CPU."""
+    if one.device.type == "cuda" and one.dtype != torch.float32:
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return torch.matmul(one, other)
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Adds the product of a gradient to `total` in fp32; by slices where the product is a matrix of its own.
 
     That is so in half precision, and on a CPU, where `torch.matmul` may be faster than torch's `addmm_`.
     """
@@ -438,7 +442,7 @@ def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor, dt
         total.addmm_(one, other)
         return
     for rows in range(0, len(total), PRODUCT_ROWS):
-        total[rows : rows + PRODUCT_ROWS] += _product(one[rows : rows + PRODUCT_ROWS], other, dtype)
+        total[rows : rows + PRODUCT_ROWS] += _gradient_product(one[rows : rows + PRODUCT_ROWS], other)
 
 
 @cache
