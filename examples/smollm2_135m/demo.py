@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from examples import stages
@@ -86,9 +87,9 @@ def show_answers(config: BaseConfig, file: Path) -> None:
         for k, prompt in enumerate(chosen)
     ]
     file.write_text(json.dumps(rows, indent=2) + "\n")
-    for row in [{name: name for name in rows[0]}, *rows]:
-        cells = [" ".join(str(value).split()) for value in row.values()]
-        print(f"{cells[0][-24:]:>24}  {cells[1]:6}  {cells[2][:32]:32}  {cells[3][:12]}")
+    for row in rows:
+        question, right, before, after = (" ".join(str(value).split()) for value in row.values())
+        print(f"{shorten(question, 78)}\n    right {right:6} before {before[:40]:40} after {after[:12]}")
 
 
 def greedy(folder: str, prompts: list[Any], config: Any, tokenizer: Any) -> list[str]:
