@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +66,9 @@ def resolve(name: str) -> Any:
 
 
 def test_every_listed_name_is_replaced_by_its_own_object():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

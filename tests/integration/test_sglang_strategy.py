@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.strategy.sglang_checksums import EngineChecksums
 from roll.distributed.strategy.sglang_engine import WATCH_INTERVAL_S, free_port, preferred_port
 from roll.distributed.weight_sync.plan import Bucket, WeightSpec
+from roll.distributed.weight_sync.shm_buckets import flattened
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -271,13 +273,9 @@ def test_an_update_is_verified_by_names_and_checksums(engine, model, update, lla
 
 
 def broadcast(engine, joined, sent, specs):
-    """Sends the tensors from this process while the engine receives a bucket of `specs`."""
+    """Sends the tensors from this process, in one bucket, while the engine receives one of `specs`."""
     plan, group = joined
-
-    def send():
-        for tensor in sent:
-            torch.distributed.broadcast(tensor, src=0, group=group)
-
+    send = partial(torch.distributed.broadcast, flattened(sent), src=0, group=group)
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     try:
@@ -304,7 +302,7 @@ def test_tensors_arrive_by_broadcast(engine, group, model, llama_folder):
     state = model.state_dict()
     specs = [WeightSpec(name, tuple(t.shape), "float32") for name, t in state.items()]
     engine.begin_update(9)
-    broadcast(engine, group, [t.contiguous() for t in state.values()], specs)
+    broadcast(engine, group, [*state.values()], specs)
     engine.end_update(9)
     engine.commit_update()
     engine.flush_cache()
