@@ -31,8 +31,6 @@ from benchmarks.common import Measurement, at_least, main, median
 
 ROUNDS = 3
 GROUP = 8
-PROMPT_TOKENS = 32
-TOKENS_PER_MICRO_BATCH = 8192
 WARM_UP_STEPS = 2
 """Steps left out of both sides: memory and caches warm up, and an asynchronous run fills its buffer."""
 
@@ -60,7 +58,7 @@ class Workload:
     steps: int
     targets: dict[int, float]
     shape: dict[str, Any] | None
-    """Shape of the random model; None for the warm-started model."""
+    """Shape of the random model; None for the warm-started or the pretrained one."""
     shared_cores: bool = False
     """Whether training has both cores at ratio 1 too, and shares them with the engine: for training that takes longer
     than generation."""
@@ -69,6 +67,8 @@ class Workload:
     pretrained: bool = False
     """Whether the model is SmolLM2-135M-Instruct."""
     rounds: int = ROUNDS
+    prompt_length: int = 32
+    tokens_per_micro_batch: int = 8192
 
     @property
     def samples(self) -> int:
@@ -94,7 +94,19 @@ WORKLOADS = {
         },
         shared_cores=True,
     ),
-    "SmolLM2-135M": Workload(8, 96, 16, 3, {1: 3.0, 0: 2.0}, None, False, ("fp32", "bf16"), pretrained=True, rounds=1),
+    "SmolLM2-135M": Workload(
+        prompts=8,
+        response_length=96,
+        trl_micro_batch=16,
+        steps=3,
+        targets={1: 3.0, 0: 2.0},
+        shape=None,
+        dtypes=("fp32", "bf16"),
+        pretrained=True,
+        rounds=1,
+        prompt_length=96,
+        tokens_per_micro_batch=2048,
+    ),
 }
 
 
@@ -217,7 +229,7 @@ def run_ours(work: Workload, folder: Path, ratio: int, number: int, dtype: str) 
     return summary(work, tokens, step, generate, train)
 
 
-def recipe(work: Workload, folder: Path, ratio: int, dtype: str = "fp32") -> dict[str, Any]:
+def recipe(work: Workload, folder: Path, ratio: int, dtype: str) -> dict[str, Any]:
     """The run's configuration: on both cores in turn at ratio 0, else a core for each side, or `shared_cores`."""
     training, generating = ([0, 1], [0, 1]) if ratio == 0 else ([0, 1], [2]) if work.shared_cores else ([0], [1])
     return {
@@ -232,7 +244,7 @@ def recipe(work: Workload, folder: Path, ratio: int, dtype: str = "fp32") -> dic
         "async_generation_ratio": ratio,
         "rollout_batch_size": work.prompts,
         "num_return_sequences_in_group": GROUP,
-        "prompt_length": 3 * PROMPT_TOKENS if work.pretrained else PROMPT_TOKENS,
+        "prompt_length": work.prompt_length,
         "response_length": work.response_length,
         "adv_estimator": "grpo",
         "loss_agg_mode": "token-mean",
@@ -245,7 +257,7 @@ def recipe(work: Workload, folder: Path, ratio: int, dtype: str = "fp32") -> dic
                 "gradient_accumulation_steps": work.samples // GROUP // len(training),
             },
             "use_dynamic_batching_in_train": True,
-            "max_tokens_per_microbatch_in_train": TOKENS_PER_MICRO_BATCH // (4 if work.pretrained else 1),
+            "max_tokens_per_microbatch_in_train": work.tokens_per_micro_batch,
             "data_args": {"template": "native", "file_name": [str(folder / "data" / "train.jsonl")]},
             "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}},
             "device_mapping": training,

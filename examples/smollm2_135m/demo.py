@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns tasks of reasoning-gym by reinforcement learning, from its weights to its curve.
+"""SmolLM2-135M-Instruct is trained on tasks of reasoning-gym by reinforcement learning, from its weights to its curve.
 
     python -m examples.smollm2_135m.demo --out output/demo-real
 
@@ -36,7 +36,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
-    stages.heading("[bold]SmolLM2-135M-Instruct learns tasks of reasoning-gym")
+    stages.heading("[bold]SmolLM2-135M-Instruct, trained on tasks of reasoning-gym")
     given = [f"output_dir={out}/rlvr", f"seed={seed}", *overrides]
     given = [*pretrained(given), *given]
     run = stages.train(RECIPE, given)

@@ -167,7 +167,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
     ) -> Any:
         hidden, weight, targets, entropy, log_normalizers = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
-        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
+        hidden_gradient = torch.zeros_like(_multiplied(hidden))
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden, weight):
             logits = ctx.logits.pop(0)

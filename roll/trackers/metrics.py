@@ -269,8 +269,8 @@ SYSTEM = (
     Metric(
         "perf/tflops_per_device",
         "TFLOP/s",
-        "Operations of the model in training per second of `time/train` and device of actor_train; recomputation does "
-        "not count.",
+        "Operations of the model in training per second of `time/train` and device of actor_train. A prompt that is "
+        "computed once for its group counts for each sample; recomputation does not count.",
     ),
     Metric("perf/mfu", "fraction", "`perf/tflops_per_device` over `perf/peak_tflops`; absent where that is not known."),
     Metric("perf/peak_tflops", "TFLOP/s", "Peak of a device of actor_train in bf16 or fp16, by the name of the GPU."),
