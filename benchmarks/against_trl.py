@@ -269,7 +269,7 @@ def recipe(work: Workload, folder: Path, ratio: int, dtype: str) -> dict[str, An
                 "strategy_name": "sglang",
                 "strategy_config": {} if work.pretrained else {"load_format": "dummy"},
             },
-            "max_running_requests": 512,
+            "max_running_requests": min(512, 2 * work.samples),
             "device_mapping": generating,
         },
         "rewards": {"digits": {"function": "benchmarks.overlap_runs:digits"}},
