@@ -86,6 +86,12 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def python_searches_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a command of this package, which forbids it to its process and those that it starts."""
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny Qwen2 of examples/tiny_math, made once."""
