@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,28 @@ class Problem:
     def __str__(self) -> str:
         """`path: message`, or the message where no path applies."""
         return f"{self.path}: {self.message}" if self.path else self.message
+
+
+@dataclass(frozen=True)
+class Finding(Problem):
+    """What a check of one subject yields: a problem and what it stops (see `Report`)."""
+
+    kind: Literal["error", "warning", "missing"]
+
+
+def error(path: str, message: str) -> Finding:
+    """Stops planning and running."""
+    return Finding(path, message, "error")
+
+
+def warning(path: str, message: str) -> Finding:
+    """Stops nothing: it runs, but perhaps not as intended."""
+    return Finding(path, message, "warning")
+
+
+def missing(path: str, message: str) -> Finding:
+    """Stops a run on this machine, but not a plan."""
+    return Finding(path, message, "missing")
 
 
 class RunError(RuntimeError):
@@ -61,6 +84,12 @@ class Report:
         self.errors: list[Problem] = []
         self.warnings: list[Problem] = []
         self.missing: list[Problem] = []
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Adds what checks yield."""
+        add = {"error": self.error, "warning": self.warn, "missing": self.missing_resource}
+        for each in findings:
+            add[each.kind](each.path, each.message)
 
     def error(self, path: str, message: str) -> None:
         """Adds a problem that stops planning and running."""

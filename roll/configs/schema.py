@@ -54,6 +54,7 @@ def option(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
+    usual: tuple[float, float] | None = None,
     parse: Callable[[Any], Any] | None = None,
     only_for: Condition | Sequence[Condition] = (),
     decides_section: bool = False,
@@ -68,6 +69,7 @@ def option(
         gt: exclusive lower bound.
         le: largest allowed value.
         lt: exclusive upper bound.
+        usual: least and largest value that is not warned of; 0 where the help says that it turns something off is none.
         parse: converts the YAML value to the field's type, raises ValueError with a reason.
         only_for: conditions without which the key, or any key of the section, has no effect.
         decides_section: while this key is wrong, the other keys of its section are not checked.
@@ -78,6 +80,7 @@ def option(
         "gt": gt,
         "le": le,
         "lt": lt,
+        "usual": usual,
         "parse": parse,
         "only_for": (only_for,) if isinstance(only_for, Condition) else tuple(only_for),
         "decides_section": decides_section,
