@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.common import Check
-from roll.terminal import make_console
+from roll.base.terminal import make_console
 
 BENCHMARKS = (
     "scheduler",

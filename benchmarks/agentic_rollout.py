@@ -30,7 +30,7 @@ from roll.envs import TextEnv, Turn
 
 if TYPE_CHECKING:
     from roll.configs.agentic import AgenticConfig
-    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.infer.infer_worker import InferWorker
 
 GROUPS, GROUP_SIZE, CONCURRENT_GROUPS, REPEATS = 24, 8, 8, 2
 """192 trajectories in groups of 8; 64 environments run at a time."""
@@ -156,7 +156,7 @@ async def compare(file: Path) -> dict[int, dict[str, Any]]:
     """Figures of both modes by the mean tokens of an answer, from one engine."""
     from roll.configs.agentic import AgenticConfig
     from roll.configs.load import load_config
-    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.ray_session import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
 
@@ -180,7 +180,7 @@ async def compare(file: Path) -> dict[int, dict[str, Any]]:
 
 async def compare_modes(config: AgenticConfig, engine: InferWorker) -> dict[str, Any]:
     """Runs the same groups in both modes alternately, REPEATS times each after one that warms up."""
-    from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+    from roll.pipeline.kinds.agentic import AgenticPipeline
     from roll.pipeline.session import Session
     from roll.rollout.engine_pool import EnginePool
     from roll.rollout.ledger import PromptRequest

@@ -136,11 +136,11 @@ def _measure_rank(
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments, TrainingArguments, TrainModelArguments
-    from roll.pipeline.shards import sample_lengths, training_plans, training_shards
+    from roll.pipeline.learning.shards import sample_lengths, training_plans, training_shards
     from roll.platforms import get_platform
 
     get_platform("cpu").prepare_megatron()
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
     def role(by_tokens: bool) -> ActorTrainConfig:
         return ActorTrainConfig(
@@ -204,7 +204,7 @@ def _batch(work: Work, step: int) -> Any:
     """Random tokens of a step's lengths; those of responses have a loss."""
     import torch
 
-    from roll.distributed.protocol import DataProto
+    from roll.datasets.batch import DataProto
 
     lengths = torch.tensor(work.lengths(step))
     columns = torch.arange(int(lengths.max()))

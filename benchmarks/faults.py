@@ -30,7 +30,7 @@ from benchmarks.agentic_rollout import RECIPE as AGENTIC
 from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from examples.tiny_math.problems import write_problems
-from roll.distributed.events import EVENTS_FILE
+from roll.base.events import EVENTS_FILE
 from roll.distributed.leftovers import PREFIX, SHARED_MEMORY, temporary_folder
 from roll.trackers.files import read_metrics
 from tests.integration.faults import (

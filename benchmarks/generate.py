@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.common import Measurement, at_least, main, median
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.worker import WorkerRank
 from roll.rollout.types import GenerateRequest, SamplingParams
 

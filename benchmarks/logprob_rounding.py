@@ -42,9 +42,9 @@ def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int,
 
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, TrainModelArguments
+    from roll.datasets.batch import DataProto
     from roll.distributed.process_groups import hold_port
-    from roll.distributed.protocol import DataProto
-    from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy
+    from roll.distributed.train.megatron_strategy import MegatronInferStrategy
     from roll.models.tiny import write_tiny_model
     from roll.platforms import get_platform
 

@@ -69,10 +69,10 @@ def engines(folder: Path, count: int) -> Iterator[World]:
         TrainModelArguments,
     )
     from roll.distributed.cluster import Cluster
-    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.ray_session import start_ray, stop_ray
     from roll.distributed.resources import ResourceManager
-    from roll.distributed.train_worker import TrainWorker
+    from roll.distributed.train.train_worker import TrainWorker
     from roll.models.tiny import write_tiny_model
 
     config = RLVRConfig(
@@ -110,7 +110,7 @@ def engines(folder: Path, count: int) -> Iterator[World]:
 
 async def first_token(world: World, infer: Any) -> None:
     """Updates the weights and generates a token with every engine."""
-    from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
 
     synchronizer = WeightSynchronizer(world.train, infer, world.config)
     await synchronizer.setup()
@@ -128,7 +128,7 @@ def request(name: str, tokens: int) -> Any:
 
 def pool_of(world: World) -> Any:
     """Sends requests to the engines that serve."""
-    from roll.distributed.infer_worker import EngineClient
+    from roll.distributed.infer.infer_worker import EngineClient
     from roll.rollout.engine_pool import EnginePool
 
     return EnginePool(EngineClient(world.infer.client()), 0, RUNNING, restarted=True)
@@ -137,9 +137,9 @@ def pool_of(world: World) -> Any:
 @contextmanager
 def watched(world: World) -> Iterator[tuple[Any, Any]]:
     """The synchronizer and the running monitor of the engines."""
-    from roll.distributed.engine_monitor import EngineMonitor
-    from roll.distributed.events import EventLog
-    from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
+    from roll.base.events import EventLog
+    from roll.distributed.infer.engine_monitor import EngineMonitor
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
 
     monitor = EngineMonitor(world.infer, world.config, EventLog(world.config.output_dir))
     monitor.start()
@@ -148,7 +148,7 @@ def watched(world: World) -> Iterator[tuple[Any, Any]]:
 
 def processes(world: World, engine: int) -> tuple[psutil.Process, psutil.Process]:
     """The worker of an engine, and its scheduler."""
-    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.infer.infer_worker import InferWorker
 
     [found] = world.infer.call_some(InferWorker.process_ids, [engine]).get()
     all_of_it = [psutil.Process(number) for number in found]

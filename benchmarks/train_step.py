@@ -192,11 +192,11 @@ def _megatron_steps(
         TrainingArguments,
         TrainModelArguments,
     )
-    from roll.distributed.protocol import DataProto
+    from roll.datasets.batch import DataProto
     from roll.platforms import get_platform
 
     get_platform("cpu").prepare_megatron()
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
     sizes = MegatronTrainConfig(tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline)
     worker = ActorTrainConfig(

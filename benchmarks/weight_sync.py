@@ -92,7 +92,7 @@ def _measure_model(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weight_sync.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
+    from roll.distributed.weights.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
 
     reports = {}
     for name, transport in (("broadcast", BroadcastTransport), ("shared", SharedMemoryTransport)):
@@ -106,8 +106,8 @@ async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer:
 
 async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
     """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
-    from roll.distributed.infer_worker import InferWorker
-    from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, WeightSynchronizer
+    from roll.distributed.infer.infer_worker import InferWorker
+    from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
 
     config.in_flight_policy = "in_place"
@@ -148,10 +148,10 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         TrainModelArguments,
     )
     from roll.distributed.cluster import Cluster
-    from roll.distributed.infer_worker import InferWorker
+    from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.ray_session import start_ray, stop_ray
     from roll.distributed.resources import ResourceManager
-    from roll.distributed.train_worker import TrainWorker
+    from roll.distributed.train.train_worker import TrainWorker
     from roll.models.tiny import write_tiny_model
 
     config = RLVRConfig(

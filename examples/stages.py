@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.terminal import EXIT_INTERRUPTED, make_console
+from roll.base.terminal import EXIT_INTERRUPTED, make_console
 
 if TYPE_CHECKING:
     from roll.pipeline.run import RunSummary

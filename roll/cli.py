@@ -16,11 +16,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from roll import __version__
-from roll.configs.errors import ConfigError, Report, RunError
+from roll.base.errors import ConfigError, Report, RunError
+from roll.base.redaction import redact
+from roll.base.terminal import (
+    EXIT_INTERRUPTED,
+    TERMINATION,
+    configure_logging,
+    end_now,
+    handle_interrupt,
+    log_to_console,
+)
 from roll.configs.user_code import search_modules_beside
 from roll.distributed.processes import gc_paused
-from roll.redaction import redact
-from roll.terminal import EXIT_INTERRUPTED, TERMINATION, configure_logging, end_now, handle_interrupt, log_to_console
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
@@ -154,7 +161,7 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             raise ConfigError(problems, loaded.source.file)
         warnings = prepare_run(loaded)
         held.enter_context(lock_folders(loaded))
-        configure_logging(loaded)
+        configure_logging(Path(str(loaded.logging_dir)), loaded.source.file)
         if (finished := finished_run(loaded)) is not None:
             logger.info("%s", finished)
             return 0
@@ -188,7 +195,7 @@ def check_user_inputs(config: BaseConfig, may_miss: bool) -> Report:
     Raises:
         ConfigError: one of them fails, or is not on this machine unless it `may_miss`.
     """
-    from roll.pipeline.check_inputs import check_inputs
+    from roll.plan.check_inputs import check_inputs
 
     report = check_inputs(config)
     problems = report.errors + ([] if may_miss else report.missing)

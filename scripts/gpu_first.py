@@ -37,19 +37,19 @@ from roll.configs.roles import (
     TrainingArguments,
     TrainModelArguments,
 )
+from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.datasets.micro_batches import plan_optimizer_steps
+from roll.distributed.infer.sglang_checksums import EngineChecksums, cuda_checksum
 from roll.distributed.process_groups import hold_port
 from roll.distributed.processes import gc_unfreeze
-from roll.distributed.protocol import DataProto
-from roll.distributed.strategy.host_copies import ALL_STATES
-from roll.distributed.strategy.sglang_checksums import EngineChecksums, cuda_checksum
-from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync.plan import make_buckets
-from roll.distributed.weight_sync.shm_buckets import DEVICE_ARGUMENT
+from roll.distributed.train.host_copies import ALL_STATES
+from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.weights.plan import make_buckets
+from roll.distributed.weights.shm_buckets import DEVICE_ARGUMENT
 from roll.distributed.worker import WorkerRank
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
-from roll.pipeline.shards import LOG_PROB_KEYS, sample_lengths, training_shards
+from roll.pipeline.learning.shards import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.platforms import get_platform, shared_memory
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model
@@ -126,7 +126,7 @@ def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
         worker.initialize()
         yield worker
     finally:
-        from roll.distributed.strategy.megatron_strategy import leave_process_group  # imports Megatron
+        from roll.distributed.train.megatron_strategy import leave_process_group  # imports Megatron
 
         leave_process_group()
         vars(worker).clear()  # the caller still has it

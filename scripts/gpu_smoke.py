@@ -29,14 +29,14 @@ from roll.configs.roles import (
     TrainingArguments,
     TrainModelArguments,
 )
+from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
-from roll.distributed.infer_worker import InferWorker
-from roll.distributed.protocol import DataProto
-from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync.synchronizer import WeightSynchronizer
+from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.weights.synchronizer import WeightSynchronizer
+from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.session import Session
-from roll.pipeline.shards import cluster_log_probs, training_plans, training_shards
 from roll.rollout.types import GenerateRequest, SamplingParams
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model

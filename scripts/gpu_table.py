@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll.configs.pipeline import RLConfig
-from roll.pipeline.logprob_checks import BEYOND, Mismatch
+from roll.pipeline.learning.logprob_checks import BEYOND, Mismatch
 from roll.platforms import detect
 
 Platform = Literal["cpu", "cuda"]

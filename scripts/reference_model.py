@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from roll.configs.hub.names import WEIGHT_FILE
 from roll.configs.model_config import CONFIG_NAME
 from roll.configs.roles import TORCH_DTYPES
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 
 LEARNING_RATE = 1e-4
 """Of the optimizer steps that are compared, where a check has no rate of its own."""

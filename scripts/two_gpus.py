@@ -18,17 +18,17 @@ from pathlib import Path
 import psutil
 import torch
 
-from roll.distributed.infer_worker import InferWorker
-from roll.distributed.protocol import DataProto
-from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync.report import Transfer
-from roll.distributed.weight_sync.synchronizer import (
+from roll.datasets.batch import DataProto
+from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.weights.report import Transfer
+from roll.distributed.weights.synchronizer import (
     STEP_GRACE_S,
     BroadcastTransport,
     WeightSynchronizer,
 )
+from roll.pipeline.learning.shards import cluster_log_probs
 from roll.pipeline.session import Session
-from roll.pipeline.shards import cluster_log_probs
 from scripts.gpu_smoke import SHAPE, compare, configuration, generate, train, train_step
 from scripts.gpu_table import Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import Reference, write_random_model

@@ -11,16 +11,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "roll"
 
 ORDER = [
+    "base",
     "configs",
     "algorithms",
     "datasets",
     "rewards",
     "envs",
+    "trackers",
     "rollout",
     "platforms",
     "models",
     "distributed",
-    "trackers",
+    "plan",
     "pipeline",
     "tools",
 ]

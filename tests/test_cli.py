@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from roll import __version__
+from roll.base.errors import ConfigError, similar_path
 from roll.cli import find_config, launch, main
-from roll.configs.errors import ConfigError, similar_path
 from roll.configs.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 

@@ -74,7 +74,7 @@ def show_answers(config: BaseConfig, file: Path) -> None:
     from roll.configs.hub.inputs import fetch_inputs
     from roll.datasets.prompts import load_prompts
     from roll.datasets.templates import encode_prompts
-    from roll.pipeline.tokenizer import load_tokenizer
+    from roll.datasets.tokenizer import load_tokenizer
 
     fetch_inputs(config)
     tokenizer, data = load_tokenizer(config.pretrain), config.validation.data_args
@@ -99,7 +99,7 @@ def greedy(folder: str, prompts: list[Any], config: Any, tokenizer: Any) -> list
     from transformers.utils.logging import disable_progress_bar
 
     from roll.configs.hub.names import local_model
-    from roll.pipeline.tokenizer import response_text
+    from roll.datasets.tokenizer import response_text
 
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(local_model(folder), dtype=torch.float32)

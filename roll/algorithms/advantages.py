@@ -140,7 +140,7 @@ def compute_advantages(
 
     Args:
         scores: [B] raw rewards.
-        groups: [B] int64 numbers of groups: `group_ids` of `roll.pipeline.rollout_batch`.
+        groups: [B] int64 numbers of groups: `group_ids` of `roll.rollout.rollout_batch`.
         response_mask: [B, T].
         config: the estimator and its settings.
         log_probs: [B, T] of the policy; needed with `add_token_level_kl`, a teacher, and

@@ -125,8 +125,8 @@ class AsyncTrainingConfig:
         "Where generation is driven: in its own process, concurrently with training (actor), or inline, batch by "
         "batch. auto: actor when async_generation_ratio is above 0.",
     )
-    rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.rollouter.Rollouter.")
-    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.learner.RLLearner.")
+    rollouter_class: str | None = option(None, "`module:Class`, a subclass of roll.rollout.rollouter.Rollouter.")
+    trainer_class: str | None = option(None, "`module:Class`, a subclass of roll.pipeline.learning.learner.RLLearner.")
     metrics_class: str | None = option(
         None, "`module:Class`, a roll.trackers.base.Metrics: receives the metrics of every step and may add some."
     )

@@ -8,8 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
-from roll.configs.errors import Problem
 from roll.configs.hub.generated import held_out, is_generated
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import UnsupportedModel, read_model_shape

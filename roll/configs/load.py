@@ -10,6 +10,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.base.errors import ConfigError, Problem
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
@@ -34,7 +35,6 @@ from roll.configs.compat.roll_recipes import (
 )
 from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
 from roll.configs.schema import Converter, declared, known_keys, value_at

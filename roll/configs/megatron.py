@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from roll.configs.errors import either
+from roll.base.errors import either
 from roll.configs.schema import Condition, needs, one_or_many, option
 
 Dtype = Literal["fp32", "bf16", "fp16"]

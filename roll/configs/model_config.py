@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.errors import git_lfs_pointer, unreachable
+from roll.base.errors import git_lfs_pointer, unreachable
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ FAMILIES = {
    which counts parameters, and of `DecoderConfig` in `roll/models/hf_config.py`; options of its config.json in `ONLY`;
 2. `roll/models/weight_mapping.py`: the rules of its tensors, in `layer_rules`;
 3. `roll/models/factory.py` (settings of Megatron) and `roll/models/local_spec.py` (its layers in plain torch);
-4. `roll/distributed/strategy/sglang_checksums.py`: how an engine fuses and splits tensors of new names;
+4. `roll/distributed/infer/sglang_checksums.py`: how an engine fuses and splits tensors of new names;
 5. `roll/models/tiny.py`: sizes that its config class needs beside `TINY_SHAPE`;
 6. `roll/tools/rehearse/model.py`: `FAMILY_NAMES`, `NATIVE_TEMPLATE` (a chat template of `BUILT_IN` in
    `roll/datasets/templates.py`), and `END_OF_TURN` where it is not that of ChatML;
 7. its case in `FAMILIES` of `tests/integration/test_megatron_strategy.py`, which compares it with transformers;
-8. for reward models on SGLang engines a class in `roll/distributed/strategy/sglang_models/value_models.py`;
+8. for reward models on SGLang engines a class in `roll/distributed/infer/sglang_models/value_models.py`;
 9. its name in README.md; a chat template of its own also in `TEMPLATES` of `roll/configs/roles.py`.
 
 `tests/models/test_families.py` compares this table with 2, 4, 5 and 6."""

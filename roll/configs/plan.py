@@ -14,8 +14,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from roll.base.errors import ConfigError, Problem
+from roll.base.terminal import make_console
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.hardware import (
     Hardware,
     check_fits_machine,
@@ -35,7 +36,6 @@ from roll.configs.policy import samples_with_own_pass, training_gives_old_log_pr
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.files import check_head_sizes
-from roll.terminal import make_console
 
 SCORING_ROLES = ("reward", "judge")
 """Roles whose models score responses, and stay on their devices in every phase."""

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 
 Instance = TypeVar("Instance")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 from roll.configs.schema import one_or_many, option
 
 METRICS_FILE = "metrics.jsonl"

@@ -17,10 +17,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.base.errors import ConfigError, Problem, git_lfs_pointer, similar_path, unreachable
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import normalize_aliases
 from roll.configs.compat.environments import base_file
-from roll.configs.errors import ConfigError, Problem, git_lfs_pointer, similar_path, unreachable
 
 FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""

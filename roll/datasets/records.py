@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from roll.configs.errors import RunError, git_lfs_pointer, unreachable
+from roll.base.errors import RunError, git_lfs_pointer, unreachable
 from roll.configs.hub.names import local_file
 from roll.configs.hub.splits import READABLE
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.hub.gguf_files import convert
 from roll.configs.hub.inputs import fetch_model, model_uris
 from roll.configs.hub.names import HubError, hub_name

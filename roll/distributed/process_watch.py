@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from roll.base.events import Repeats
 from roll.distributed.cluster import Cluster
-from roll.distributed.engine_monitor import EnginesLostError
-from roll.distributed.events import Repeats
+from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.ray_session import dead_ray_process, ray_processes
 from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError
 from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
 if TYPE_CHECKING:
-    from roll.distributed.events import EventLog
+    from roll.base.events import EventLog
     from roll.distributed.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.distributed.processes import how_ended
 
 PROCESS_DIED = "ProcessDied"

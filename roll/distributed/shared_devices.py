@@ -17,9 +17,9 @@ from enum import Enum
 
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.cluster import Cluster
-from roll.distributed.infer_worker import CACHE, WEIGHTS, InferWorker
-from roll.distributed.strategy.host_copies import ALL_STATES, StateKind
-from roll.distributed.train_worker import TrainWorker
+from roll.distributed.infer.infer_worker import CACHE, WEIGHTS, InferWorker
+from roll.distributed.train.host_copies import ALL_STATES, StateKind
+from roll.distributed.train.train_worker import TrainWorker
 
 
 @dataclass(frozen=True)

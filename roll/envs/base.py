@@ -14,7 +14,7 @@ import gymnasium
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Text
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 from roll.configs.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.schema import Converter, declared, option
 from roll.configs.suggestions import nearest, unknown

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 from roll.configs.schema import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 from roll.envs.text_actions import ANSWER, ActionPattern

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import gymnasium
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
 from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
 

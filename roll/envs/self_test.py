@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pebble import ProcessExpired, ProcessPool
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.configs.user_code import NOTICE_S, definition_of, failure_text, report_if_slow, start_user_process
 from roll.envs.base import TextEnv
 from roll.envs.registry import make_env

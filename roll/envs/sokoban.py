@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 from roll.configs.schema import option
 from roll.envs.grid_games import MOVE_CHOICES, MoveConfig, MoveEnv
 

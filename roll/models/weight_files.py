@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from roll.configs.errors import git_lfs_pointer
+from roll.base.errors import git_lfs_pointer
 from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
 from roll.configs.model_config import (
     ADAPTER_CONFIG,

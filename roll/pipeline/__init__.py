@@ -1,8 +1,7 @@
-"""The pipelines: one training loop, rollouter and learner, and what RLVR, agents, SFT and preferences add to them.
+"""The run: its start, its steps, its checkpoints, its restarts and its end.
 
-A run starts in `run.py`, and `training_loop.py` drives it. `rollouter.py` submits prompts and buffers the samples that
-`rlvr_pipeline.py` or `agentic/agentic_worker.py` generates; `rollout_batch.py` turns them into tensors, and
-`learner.py` these into an update of the weights; what learners have in common is in `actor_learner.py`.
+A run starts in `run.py`, and `training_loop.py` drives it. `kinds/` has what RLVR, agents, SFT and preferences add;
+`learning/learner.py` turns a batch into an update of the weights.
 
-May import every folder of the project but `cli`.
+May import every folder of the project but `tools` and `cli`.
 """

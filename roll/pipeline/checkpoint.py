@@ -1,7 +1,7 @@
 """Checkpoints and other folders that are complete or absent: written to a temporary folder, marked, renamed, pruned.
 
 What is in a checkpoint: `PipelineState` below, the state of the learner (`learner.py`), and for each trained role what
-`roll/distributed/strategy/megatron_checkpoint.py` writes.
+`roll/distributed/train/megatron_checkpoint.py` writes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
+from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.events import DRIVER, EventLog
 from roll.pipeline.checksums import damage, write_checksums
 from roll.trackers.files import RUN_FILE, DiskFullError, free_bytes, is_disk_full, megabytes
 

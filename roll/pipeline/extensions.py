@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.user_code import UserCodeError, import_named
 
 if TYPE_CHECKING:
     from roll.pipeline.health import Monitor
-    from roll.pipeline.learner import RLLearner
-    from roll.pipeline.rollouter import Rollouter
+    from roll.pipeline.learning.learner import RLLearner
     from roll.pipeline.training_loop import BatchHook
+    from roll.rollout.rollouter import Rollouter
     from roll.trackers.base import Metrics
 
 
 BASES = {
-    "rollouter_class": "roll.pipeline.rollouter:Rollouter",
-    "trainer_class": "roll.pipeline.learner:RLLearner",
+    "rollouter_class": "roll.rollout.rollouter:Rollouter",
+    "trainer_class": "roll.pipeline.learning.learner:RLLearner",
     "metrics_class": "roll.trackers.base:Metrics",
     "monitor_class": "roll.pipeline.health:Monitor",
     "batch_hook_class": "roll.pipeline.training_loop:BatchHook",

@@ -14,10 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
-from roll.configs.errors import ConfigError, Problem, RunError, RunInterrupted
+from roll.base.errors import ConfigError, Problem, RunError, RunInterrupted
+from roll.base.events import Repeats
 from roll.configs.pipeline import BaseConfig
 from roll.configs.user_code import failure_text
-from roll.distributed.events import Repeats
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
 

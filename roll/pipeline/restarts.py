@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
+from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
-from roll.distributed.events import DRIVER, EventLog
 from roll.distributed.processes import log_file
 from roll.distributed.ray_session import RAY_PROCESSES
 from roll.distributed.remote_errors import WATCH, ClusterError, one_line

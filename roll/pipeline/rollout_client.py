@@ -8,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from roll.distributed.events import EventLog
+from roll.base.events import EventLog
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, one_line
-from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.rollouter import Rollouter
+from roll.rollout.source import SampleBatch
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from roll.base.errors import RunError, RunInterrupted
+from roll.base.events import DRIVER, EventLog, set_aside_events
+from roll.base.terminal import EXIT_INTERRUPTED, TERMINATION, end_now, handle_interrupt, say
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import (
     BaseConfig,
     DPOConfig,
@@ -27,19 +29,21 @@ from roll.configs.pipeline import (
 from roll.configs.plan import Plan
 from roll.configs.rewards import scoring_role
 from roll.configs.trackers import METRICS_FILE
-from roll.distributed.engine_monitor import EnginesLostError
-from roll.distributed.events import DRIVER, EventLog, set_aside_events
+from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.processes import gc_freeze, gc_unfreeze
 from roll.distributed.ray_session import RayStartError
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceError
-from roll.distributed.weight_sync.synchronizer import WeightUpdateError
-from roll.pipeline.agentic.agentic_pipeline import AgenticPipeline
+from roll.distributed.weights.synchronizer import WeightUpdateError
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import HF_FOLDER, CheckpointError, checkpoints_of
-from roll.pipeline.dpo_pipeline import DPOPipeline
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, PeakMemory, ended_by, watched
+from roll.pipeline.kinds.agentic import AgenticPipeline
+from roll.pipeline.kinds.dpo import DPOPipeline
+from roll.pipeline.kinds.reward_model import RewardModelPipeline
+from roll.pipeline.kinds.rlvr import RLVRPipeline
+from roll.pipeline.kinds.sft import SFTPipeline
 from roll.pipeline.restarts import (
     RESTARTING,
     RunningLoop,
@@ -52,13 +56,9 @@ from roll.pipeline.restarts import (
     warn_of_changes,
     without_restart,
 )
-from roll.pipeline.reward_model_pipeline import RewardModelPipeline
-from roll.pipeline.rlvr_pipeline import RLVRPipeline
 from roll.pipeline.session import Session
-from roll.pipeline.sft_pipeline import SFTPipeline
 from roll.pipeline.training_loop import TrainingLoop
 from roll.platforms import get_platform
-from roll.terminal import EXIT_INTERRUPTED, TERMINATION, end_now, handle_interrupt, say
 from roll.trackers import TrackerGroup, make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, is_disk_full, read_metrics, replace_summary
 

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from psutil import Process
 
+from roll.base.events import EventLog
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
 from roll.configs.scoring_roles import RewardEngineConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.engine_monitor import EngineMonitor
-from roll.distributed.events import EventLog
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.infer.engine_monitor import EngineMonitor
+from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.infer.score_worker import ScoreWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.process_watch import ProcessWatch, ray_death
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.resources import ResourceManager
-from roll.distributed.score_worker import ScoreWorker
 from roll.distributed.shared_devices import SharedDevices
-from roll.distributed.train_worker import TrainWorker
+from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.worker import Worker
 from roll.platforms import get_platform
 

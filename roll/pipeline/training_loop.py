@@ -11,22 +11,22 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from roll.configs.errors import RunError, RunInterrupted
+from roll.base.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
-from roll.pipeline.performance import PEAK_TFLOPS, Performance
+from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
+from roll.rollout.source import SampleBatch, SampleSource
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
-    from roll.distributed.protocol import DataProto
     from roll.distributed.shared_devices import SharedDevices
-    from roll.distributed.weight_sync.report import UpdateReport
-    from roll.pipeline.engine_probe import EngineProbe
+    from roll.distributed.weights.report import UpdateReport
+    from roll.pipeline.learning.engine_probe import EngineProbe
     from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
@@ -35,46 +35,6 @@ T = TypeVar("T")
 
 MOSTLY_CUT_OFF = 0.5
 """Share of a step's trajectories that end at the length limit above which the run warns, once."""
-
-
-@dataclass
-class SampleBatch:
-    """One batch to learn from.
-
-    Attributes:
-        data: its tensors.
-        metrics: of its generation.
-        seconds: by kind of work, the time since the previous batch in which such work was running.
-    """
-
-    data: DataProto
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-class SampleSource(Protocol):
-    """Where samples come from: a rollouter, the client of one in another process, or the pairs of SFT."""
-
-    async def next_batch(self) -> SampleBatch | None:
-        """The next batch; None once `stop` was called, also to a call that is waiting."""
-
-    async def stop(self) -> None:
-        """Lets no further batch be taken, so that `state_dict` is that of the steps that were learned from."""
-
-    async def advance(self, version: int) -> None:
-        """Called once the engines have the weights of `version` and a due validation is done: generation continues."""
-
-    async def validate(self) -> dict[str, float]:
-        """`val/...` of the current weights, with the same prompts and seeds every time."""
-
-    async def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to continue exactly; JSON-able."""
-
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
-
-    async def health(self) -> dict[str, Any]:
-        """State for health.json; empty where the source has none."""
 
 
 class Learner(Protocol):

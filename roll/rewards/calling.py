@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.rewards import LARGEST_REWARD, RewardConfig, built_in_of, is_comparison, is_trainable
 from roll.configs.suggestions import nearest
 from roll.configs.user_code import definition_of

@@ -22,6 +22,7 @@ from pebble.common.types import RemoteTraceback
 from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import dictionary_values
 
+from roll.base.terminal import block_interrupts
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, is_comparison
 from roll.rewards import reward_process
 from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
@@ -30,7 +31,6 @@ from roll.rewards.failed_calls import FailedGroups, HungCalls
 from roll.rewards.output import RewardOutput
 from roll.rewards.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
 from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
-from roll.terminal import block_interrupts
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Rollout without engines: trajectories and groups, how far generation may run ahead, balancing, filters and metrics.
+"""Rollout without engines: prompts in, batches of samples out; how far generation may run ahead; accounting; balancing.
 
-Plain Python: imports no ray, torch, sglang or megatron.
+Imports no ray, sglang or megatron.
 """

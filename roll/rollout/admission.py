@@ -1,6 +1,6 @@
 """Admission of prompts: how many generation may run ahead of training, and which finished ones form the next batch.
 
-It is plain Python without a clock: the caller, `Rollouter` in `roll/pipeline/rollouter.py`, submits at most
+It is plain Python without a clock: the caller, `Rollouter` in `roll/rollout/rollouter.py`, submits at most
 `admissible()` prompts, and reports every event, and the time where it matters. Three rules hold.
 Let B be the prompts of a batch, eta the async_generation_ratio, v the weight version that the engines have (0 first)
 and n the version whose weights learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 
 T = TypeVar("T")
 

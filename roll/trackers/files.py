@@ -21,9 +21,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any
 
-from roll.configs.errors import RunError
-from roll.distributed.events import append_line
-from roll.redaction import redact
+from roll.base.errors import RunError
+from roll.base.events import append_line
+from roll.base.redaction import redact
 from roll.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
@@ -358,5 +358,5 @@ def dumped_steps(folder: Path) -> list[int]:
 
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The lines that `roll.pipeline.rollout_batch.dump_samples` wrote."""
+    """The lines that `roll.rollout.rollout_batch.dump_samples` wrote."""
     return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]

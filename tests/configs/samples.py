@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from roll.base.errors import ConfigError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
 from roll.configs.memory import MemoryPlan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import ConfigError, Report
+from roll.base.errors import ConfigError, Report
 from roll.configs.hardware import Hardware, prepare_devices
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig

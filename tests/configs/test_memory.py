@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.configs.memory import gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.plan import fits_devices, make_plan, needed_memory, print_plan, shared_device_memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
 from roll.configs.rules import check

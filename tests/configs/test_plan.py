@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.configs.hardware import Hardware, prepare_run
 from roll.configs.load import load_config
 from roll.configs.memory import gibibytes

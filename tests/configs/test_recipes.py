@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
+from roll.base.errors import ConfigError
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import roll, set_at
 from roll.configs.compat.roll_rewards import WORKERS
-from roll.configs.errors import ConfigError
 from roll.configs.load import load_config
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.rules import check
 from roll.configs.schema import value_at
-from roll.pipeline.check_inputs import check_environments
+from roll.plan.check_inputs import check_environments
 from tests.configs.samples import LAPTOP, READ_KEYS, RECIPES, REFUSED, recipes
 
 

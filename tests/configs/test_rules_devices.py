@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 from roll.configs.hardware import prepare_run
 from roll.configs.plan import make_plan
 from roll.configs.rules import check

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from roll.configs import errors
-from roll.configs.errors import Problem, similar_path, unreachable
+from roll.base import errors
+from roll.base.errors import Problem, similar_path, unreachable
 from roll.configs.rules import check
 from tests.configs.samples import refusal, rlvr
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.configs.hardware import prepare_run
 from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
 from roll.configs.plan import make_plan

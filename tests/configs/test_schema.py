@@ -161,7 +161,7 @@ def test_invalid_yaml_is_explained(tmp_path: Path, text: str, message: str) -> N
 
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:
-    from roll.configs.errors import ConfigError
+    from roll.base.errors import ConfigError
     from roll.configs.load import load_config
 
     with pytest.raises(ConfigError, match="nowhere.yaml: 1 problem\ncannot be read"):
@@ -169,7 +169,7 @@ def test_missing_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_missing_file_names_the_most_similar_one(tmp_path: Path) -> None:
-    from roll.configs.errors import ConfigError
+    from roll.base.errors import ConfigError
     from roll.configs.load import load_config
 
     (tmp_path / "my_run.yaml").touch()
@@ -178,7 +178,7 @@ def test_missing_file_names_the_most_similar_one(tmp_path: Path) -> None:
 
 
 def test_circular_symlink_is_reported(tmp_path: Path) -> None:
-    from roll.configs.errors import ConfigError
+    from roll.base.errors import ConfigError
     from roll.configs.load import load_config
 
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")

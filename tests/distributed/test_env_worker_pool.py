@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.env_pool.workers import EnvWorkerPool
-from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.stopped_processes import STOPPED_TOO_LONG
 from tests.distributed.env_workers import JumpingLoop
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.distributed.remote_errors import (
     PROCESS_DIED,
     TIMEOUT,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.infer_worker import CACHE, WEIGHTS
+from roll.distributed.infer.infer_worker import CACHE, WEIGHTS
 from roll.distributed.shared_devices import SharedDevices
-from roll.distributed.strategy.host_copies import ALL_STATES
+from roll.distributed.train.host_copies import ALL_STATES
 
 SIZES = {"parameters": 2, "gradients": 4, "optimizer": 12, WEIGHTS: 2, CACHE: 9}
 TURNS = ("to_trainer", "to_update", "to_engines")

@@ -5,7 +5,7 @@ import re
 import gymnasium
 import pytest
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.envs import TextEnv, Turn, make_env
 from roll.envs.frozen_lake import FrozenLake
 from roll.envs.registry import BUILT_IN

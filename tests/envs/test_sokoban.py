@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.envs import make_env
 from roll.envs.sokoban import DIRECTIONS, Room, draw_room
 from tests.envs.playing import Step, no_deadline, play

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.worker import Worker, register
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-from roll.distributed.weight_sync.synchronizer import Transport
+from roll.distributed.weights.synchronizer import Transport
 from roll.pipeline.checkpoint import MARKER
-from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.source import SampleBatch
 from tests.processes import command_of
 
 FAULTS_FILE = "faults.txt"

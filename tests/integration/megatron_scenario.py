@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from tests.integration.rank_pool import RankContext
 
 STEPS = 20
@@ -73,7 +73,7 @@ def _timed(context: RankContext, name: str, function: Any, *arguments: Any) -> N
 
 def _join(context: RankContext) -> None:
     """Records what a rank does with torch.distributed while it joins the others."""
-    from roll.distributed.strategy.megatron_strategy import join_process_group, leave_process_group
+    from roll.distributed.train.megatron_strategy import join_process_group, leave_process_group
     from roll.platforms import get_platform
 
     calls = context.results["joining"] = []
@@ -96,7 +96,7 @@ def _join(context: RankContext) -> None:
 
 
 def _score_and_export(context: RankContext, family: str, model: Path) -> None:
-    from roll.distributed.strategy import megatron_forward
+    from roll.distributed.train import megatron_forward
 
     make = megatron_forward.make_micro_batch
     shared = context.results.setdefault("shared", [])
@@ -132,7 +132,7 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
 
 def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
     """Steps, one call each, or all of them in one call (`at_once`), where one step may overlap with the next."""
-    from roll.distributed.strategy import megatron_strategy
+    from roll.distributed.train import megatron_strategy
 
     size, at_once = options.pop("micro_batch_size"), options.pop("at_once", False)
     strategy = context.strategy(model, **options)
@@ -154,7 +154,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     The last micro-batch has no response token: it must cost nothing and break nothing.
     """
     from roll.algorithms.losses import PolicyLossConfig
-    from roll.distributed.strategy.megatron_optimizer import NonFiniteError
+    from roll.distributed.train.megatron_optimizer import NonFiniteError
 
     size = options.pop("micro_batch_size")
     strategy = context.strategy(model, **options)
@@ -183,7 +183,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
 def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
     """Three steps, two more while a checkpoint is written; then a new strategy loads it and repeats the two."""
-    from roll.distributed.strategy import background_save, megatron_checkpoint
+    from roll.distributed.train import background_save, megatron_checkpoint
 
     size, written_as = options.pop("micro_batch_size"), options.pop("written_as", None)
     folder = context.folder / f"checkpoint_{name}"
@@ -245,7 +245,7 @@ def _telling(stepping: threading.Event, wait: Callable[..., Any]) -> Callable[..
 
 def _hand_over(strategy: Any) -> int:
     """Moves everything to host memory and back; returns the bytes that were free meanwhile, once they are."""
-    from roll.distributed.strategy.host_copies import ALL_STATES
+    from roll.distributed.train.host_copies import ALL_STATES
 
     freed = strategy.states.offload(ALL_STATES)
     tensors = [tensor for kind in ALL_STATES for tensor in strategy._state_tensors(kind)]
@@ -256,9 +256,9 @@ def _hand_over(strategy: Any) -> int:
 
 def _copied_share(strategy: Any) -> float:
     """Share of the optimizer's state that a checkpoint does not write from where it lies."""
-    from roll.distributed.strategy.host_copies import ALL_STATES
-    from roll.distributed.strategy.megatron_checkpoint import PIECES, _format, _models, parts
-    from roll.distributed.strategy.optimizer_pieces import held_states, pieces_of
+    from roll.distributed.train.host_copies import ALL_STATES
+    from roll.distributed.train.megatron_checkpoint import PIECES, _format, _models, parts
+    from roll.distributed.train.optimizer_pieces import held_states, pieces_of
 
     if _format(strategy.optimizer) != PIECES:
         return 0.0

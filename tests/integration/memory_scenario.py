@@ -11,7 +11,7 @@ import torch
 
 from roll.configs.memory import memory_plans
 from roll.configs.model_config import read_model_shape
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from tests.integration.rank_pool import RankContext
 
 SAMPLES, WIDTH = 2, 256

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from tests.integration.rank_pool import RankContext
 
 RATE = 1.0

@@ -77,7 +77,7 @@ class RankContext:
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()
-        from roll.distributed.strategy.megatron_strategy import (
+        from roll.distributed.train.megatron_strategy import (
             MegatronInferStrategy,
             MegatronTrainStrategy,
         )
@@ -254,7 +254,7 @@ def _serve(pipe: Any, core: int) -> None:
 
 
 def _run_scenario(scenario: str, context: RankContext) -> dict[str, Any]:
-    from roll.distributed.strategy.megatron_strategy import leave_process_group
+    from roll.distributed.train.megatron_strategy import leave_process_group
 
     module, name = scenario.split(":")
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from tests.integration.rank_pool import RankContext
 
 PROSE = """The harbour was quiet before the first boats came in. A woman in a grey coat walked along the wall, counted

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.worker import register
 from roll.rollout.types import GenerateRequest, GenerateResult
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from roll.algorithms.losses import BradleyTerryConfig
+from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_scored
-from roll.distributed.protocol import DataProto
 from tests.integration.megatron_scenario import token_batch
 from tests.integration.rank_pool import RankContext
 

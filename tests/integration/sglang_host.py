@@ -17,11 +17,11 @@ import torch
 
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig
-from roll.distributed.infer_worker import InferWorker
+from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.processes import log_file, print_to
-from roll.distributed.strategy.sglang_generation import Generation
-from roll.distributed.weight_sync.plan import WeightSpec
-from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
+from roll.distributed.weights.plan import WeightSpec
+from roll.distributed.weights.shm_buckets import tensor_locations, views_of
 from roll.distributed.worker import WorkerRank
 from roll.platforms.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams

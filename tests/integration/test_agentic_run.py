@@ -17,8 +17,8 @@ from agent_envs import HANGS, KINDS, RAISES
 from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from transformers import AutoTokenizer
 
+from roll.datasets.tokenizer import response_text
 from roll.envs import make_env
-from roll.pipeline.tokenizer import response_text
 from roll.trackers.files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

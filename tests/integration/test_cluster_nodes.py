@@ -16,17 +16,17 @@ from doctor_workers import MatmulSlowOnNodeOne
 from ray.cluster_utils import Cluster as RayNodes
 from test_async_run import check_invariants
 
+from roll.base.errors import RunError
+from roll.base.events import EVENTS_FILE
+from roll.base.terminal import EXIT_INTERRUPTED
 from roll.cli import main
-from roll.configs.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
-from roll.distributed.events import EVENTS_FILE
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.ray_session import CPU_SLOT, start_ray, stop_ray
 from roll.distributed.resources import ResourceError, ResourceManager
-from roll.terminal import EXIT_INTERRUPTED
 from roll.tools.doctor import measure
 from tests.configs.samples import SFT, write
 from tests.hub_server import commit_of, serve_hub

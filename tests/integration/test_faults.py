@@ -14,7 +14,7 @@ from faults import FAULTS_FILE, HAPPENED_FILE
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 from test_async_run import check_invariants, check_weights_of_versions
 
-from roll.distributed.events import EVENTS_FILE
+from roll.base.events import EVENTS_FILE
 from roll.distributed.leftovers import PREFIX, temporary_folder
 from roll.trackers.files import read_samples
 

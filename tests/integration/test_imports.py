@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integration
     "imports",
     [
         "from roll.platforms import get_platform; get_platform('cpu').prepare_megatron(); "
-        "import roll.distributed.strategy.megatron_strategy",
+        "import roll.distributed.train.megatron_strategy",
         "import sglang.srt.managers.scheduler",
     ],
     ids=["training rank", "scheduler of an engine"],

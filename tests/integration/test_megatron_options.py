@@ -80,7 +80,7 @@ def accepted() -> None:
     _prepare()
     import torch
 
-    from roll.distributed.strategy.megatron_optimizer import ddp_config, optimizer_config
+    from roll.distributed.train.megatron_optimizer import ddp_config, optimizer_config
     from roll.models.factory import BuildOptions, transformer_config
 
     def built(**values: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import ray
 import torch
 
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
+from roll.distributed.infer.score_worker import NOTHING_SAMPLED, ScoreWorker
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.score_worker import NOTHING_SAMPLED, ScoreWorker
 from roll.distributed.worker import WorkerRank
 from roll.models.tiny import TINY_SHAPE
 from roll.rollout.types import GenerateRequest, GenerateResult

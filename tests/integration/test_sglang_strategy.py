@@ -17,14 +17,14 @@ import ray
 import torch
 from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
 
+from roll.base.events import EVENTS_FILE
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.events import EVENTS_FILE
+from roll.distributed.infer.sglang_checksums import EngineChecksums
+from roll.distributed.infer.sglang_engine import WATCH_INTERVAL_S, free_port, preferred_port
 from roll.distributed.process_groups import BroadcastGroup, join_as_source
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.strategy.sglang_checksums import EngineChecksums
-from roll.distributed.strategy.sglang_engine import WATCH_INTERVAL_S, free_port, preferred_port
-from roll.distributed.weight_sync.plan import Bucket, WeightSpec
-from roll.distributed.weight_sync.shm_buckets import flattened
+from roll.distributed.weights.plan import Bucket, WeightSpec
+from roll.distributed.weights.shm_buckets import flattened
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 

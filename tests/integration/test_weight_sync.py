@@ -25,15 +25,15 @@ from roll.configs.roles import (
     SGLangArguments,
     TrainModelArguments,
 )
+from roll.datasets.batch import DataProto
 from roll.distributed.cluster import Cluster
-from roll.distributed.infer_worker import DOWN, InferWorker
+from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.processes import descendants
-from roll.distributed.protocol import DataProto
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager
-from roll.distributed.weight_sync.report import Transfer, UpdateReport
-from roll.distributed.weight_sync.synchronizer import (
+from roll.distributed.weights.report import Transfer, UpdateReport
+from roll.distributed.weights.synchronizer import (
     STEP_GRACE_S,
     BroadcastTransport,
     WeightSynchronizer,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roll.algorithms.losses import ValueLossConfig
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from tests.integration.megatron_scenario import token_batch, training_batch
 from tests.integration.rank_pool import RankContext
 

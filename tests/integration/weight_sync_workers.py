@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from roll.distributed.cluster import Cluster
-from roll.distributed.train_worker import TrainWorker
-from roll.distributed.weight_sync import sender
-from roll.distributed.weight_sync.plan import Bucket, WeightSpec, spec_bytes
-from roll.distributed.weight_sync.report import UpdateReport
-from roll.distributed.weight_sync.sender import SendError
-from roll.distributed.weight_sync.shm_buckets import tensor_locations, views_of
-from roll.distributed.weight_sync.synchronizer import SharedMemoryTransport, WeightSynchronizer
+from roll.distributed.train import weight_sender as sender
+from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.train.weight_sender import SendError
+from roll.distributed.weights.plan import Bucket, WeightSpec, spec_bytes
+from roll.distributed.weights.report import UpdateReport
+from roll.distributed.weights.shm_buckets import tensor_locations, views_of
+from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
 from roll.distributed.worker import register
 from roll.platforms.shared_memory import SharedMemory, make_handle
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from roll.configs.model_config import FAMILIES
 from roll.datasets.templates import BUILT_IN
-from roll.distributed.strategy.sglang_checksums import EngineChecksums
+from roll.distributed.infer.sglang_checksums import EngineChecksums
 from roll.models.hf_config import read_hf_config
 from roll.models.tiny import ARCHITECTURE_OF, write_tiny_model
 from roll.models.weight_mapping import stage_rules

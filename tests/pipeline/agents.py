@@ -16,8 +16,8 @@ from roll.distributed.env_pool.pool import EnvPool
 from roll.distributed.env_pool.server import EnvServer
 from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import EnvConfig, TextEnv, Turn
-from roll.pipeline.agentic.episode import Episode, Task
-from roll.pipeline.agentic.runner import RolloutRunner
+from roll.pipeline.kinds.episode import Episode, Task
+from roll.pipeline.kinds.runner import RolloutRunner
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 from tests.distributed.env_workers import JumpingLoop

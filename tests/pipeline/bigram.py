@@ -12,8 +12,8 @@ from torch import Tensor
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.algorithms.losses import LOSSES, LossScale
 from roll.configs.parallel_layout import ParallelLayout
+from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
-from roll.distributed.protocol import DataProto
 
 WORDS = 5
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll.pipeline.rollouter import Rollouter
-from roll.pipeline.training_loop import SampleBatch
+from roll.rollout.rollouter import Rollouter
+from roll.rollout.source import SampleBatch
 
 
 class MyRollouter(Rollouter):

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
+from roll.base.events import EVENTS_FILE, EventLog
 from roll.configs.pipeline import SFTConfig
-from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.pipeline.checkpoint import MARKER, CheckpointManager, PipelineState, finished_run
 from roll.trackers.files import DiskFullError, free_bytes
 

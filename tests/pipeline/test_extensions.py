@@ -11,11 +11,12 @@ import pytest
 import torch
 import yaml
 
-from roll.configs.errors import ConfigError, RunError
+from roll.base.errors import ConfigError, RunError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from roll.pipeline.extensions import BASES, Extensions, load_extensions
-from roll.pipeline.training_loop import BatchHook, SampleBatch, TrainingLoop
+from roll.pipeline.training_loop import BatchHook, TrainingLoop
+from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import make_trackers
 from roll.trackers.files import read_metrics
@@ -64,7 +65,7 @@ def test_without_names_nothing_is_imported():
         (
             "trainer_class",
             "tests.pipeline.my_parts:MyRollouter",
-            "has MyRollouter, which is a class (needed: a roll.pipeline.learner.RLLearner)",
+            "has MyRollouter, which is a class (needed: a roll.pipeline.learning.learner.RLLearner)",
         ),
         (
             "metrics_class",

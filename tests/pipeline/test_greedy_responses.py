@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import GREEDY_KEYS, AdvantageConfig, compute_advantages, read_greedy
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import FilterArguments, QueryFilterConfig
-from roll.pipeline.rlvr_pipeline import RLVRWorker
-from roll.pipeline.rollouter import Rollouter, RolloutOptions
-from roll.pipeline.scorer import Scorer
-from roll.pipeline.training_loop import SampleBatch
+from roll.pipeline.kinds.rlvr import RLVRWorker
+from roll.pipeline.kinds.scorer import Scorer
 from roll.rollout.admission import AdmissionSettings
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import PromptRequest
+from roll.rollout.rollouter import Rollouter, RolloutOptions
+from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group, SamplingParams
 from tests.pipeline.agents import Engines
-from tests.pipeline.test_rlvr_pipeline import PROMPTS, LengthScorer, SumScorer, two_rewards
+from tests.pipeline.kinds.test_rlvr_pipeline import PROMPTS, LengthScorer, SumScorer, two_rewards
 
 BATCH = 2
 RUN_STEPS = 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.errors import ConfigError, RunInterrupted
+from roll.base.errors import ConfigError, RunInterrupted
 from roll.configs.pipeline import RLVRConfig
 from roll.pipeline.health import HealthFile, lock_folders, watched
 from roll.trackers.files import free_bytes

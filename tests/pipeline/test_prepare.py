@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_math.prepare import make_tokenizer
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import DatasetError
 from roll.pipeline.checkpoint import FILE_NAME as STATE_FILE
 from roll.pipeline.checkpoint import CheckpointError, PipelineState, checkpoints_of
-from roll.pipeline.rlvr_pipeline import RLVRPipeline
+from roll.pipeline.kinds.rlvr import RLVRPipeline
 from tests.configs.samples import MODEL, rlvr
 from tests.datasets.files import jsonl, row
 

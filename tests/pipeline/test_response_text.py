@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roll.pipeline.tokenizer import response_text
+from roll.datasets.tokenizer import response_text
 
 WORDS = ["<eos>", "<pad>", "<think>", "</think>", "<answer>", "</answer>", "<end>", "<other end>", "14", "12+2", "\n"]
 THINK, THOUGHT, ANSWER, ANSWERED, EOS, PAD, END, OTHER_END = (

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from roll.configs.errors import RunError, RunInterrupted
+from roll.base.errors import RunError, RunInterrupted
+from roll.base.events import EVENTS_FILE, EventLog
 from roll.configs.pipeline import BaseConfig, SFTConfig, Source
-from roll.distributed.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import run as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rollouter import BATCH, Scripted, prompts_of, rollouter
 
-from roll.distributed.events import EVENTS_FILE, EventLog
+from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline.rollout_client import RolloutClient
-from roll.pipeline.rollouter import Rollouter
+from roll.rollout.rollouter import Rollouter
+from tests.rollout.test_rollouter import BATCH, Scripted, prompts_of, rollouter
 
 STEPS = 6
 BEFORE, AFTER = "before the call", "before the answer arrives"

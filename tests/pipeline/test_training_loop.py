@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from roll.base.errors import RunError, RunInterrupted
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import RunError, RunInterrupted
 from roll.configs.pipeline import BaseConfig, RLVRConfig
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
-from roll.distributed.weight_sync.report import UpdateReport
+from roll.distributed.weights.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.run import run as run_whole
-from roll.pipeline.training_loop import SampleBatch, TrainingLoop
+from roll.pipeline.training_loop import TrainingLoop
+from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers.files import DiskFullError, JsonlTracker, read_metrics
 

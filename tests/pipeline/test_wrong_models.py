@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.models.tiny import write_tiny_model
-from roll.pipeline.logprob_checks import TokenLogProbs, check_engines
+from roll.pipeline.learning.logprob_checks import TokenLogProbs, check_engines
 from tests.configs.samples import rlvr
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from roll.distributed.protocol import DataProto
+from roll.datasets.batch import DataProto
 from scripts.reference_model import Reference, write_random_model
 
 SHAPE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from roll.algorithms import correction
-from roll.distributed.weight_sync.report import UpdateReport
+from roll.distributed.weights.report import UpdateReport
 from roll.rollout.ledger import Ledger
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import GenerateResult, Group, Trajectory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.trackers.files import DiskFullError, JsonlTracker, is_disk_full, read_metrics, write_in_place, write_whole
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 
 Tree = dict[str, Any]
 """A configuration as nested plain mappings."""

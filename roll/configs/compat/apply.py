@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from roll.base.errors import ConfigError, Problem
 from roll.configs.compat import (
     MEGATRON,
     Names,
@@ -28,7 +29,6 @@ from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.verl_correction import read_rollout_correction
 from roll.configs.compat.verl_files import place_pools, read_verl_file
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.schema import SECTION, value_at
 
 EVERYDAY = {

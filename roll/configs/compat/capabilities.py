@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from roll.base.errors import Problem
 from roll.configs.compat.recipe import ABSENT, Recipe
 from roll.configs.compat.roll import freezes_text
-from roll.configs.errors import Problem
 
 MOE_NAME = re.compile(r"\d+B-?A\d+(\.\d+)?B|mixtral|deepseek-v[23]|moe", re.IGNORECASE)
 """Names of mixtures of experts, such as Qwen3-30B-A3B."""

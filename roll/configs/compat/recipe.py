@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
+from roll.base.errors import Problem
 from roll.configs.compat import Tree
-from roll.configs.errors import Problem
 
 ABSENT: Any = object()
 """Default of `get`, to tell an absent key from one that is null."""

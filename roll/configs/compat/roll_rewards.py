@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from roll.base.errors import Problem
 from roll.configs.compat.recipe import Recipe
-from roll.configs.errors import Problem
 from roll.configs.rewards import BUILT_IN
 
 WORKERS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.base.errors import Problem
 from roll.configs.compat import Tree, two_spellings
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.verl import CORRECTION
-from roll.configs.errors import Problem
 
 NAMES = (
     "rollout_is",

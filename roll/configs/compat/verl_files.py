@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any, TypeGuard
 
+from roll.base.errors import Problem
 from roll.configs.compat import two_spellings
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.verl import ACTOR, LAYOUT, ROLLOUT
-from roll.configs.errors import Problem
 from roll.configs.parallel_layout import parse_device_mapping, spans
 
 POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.hub.names import HubError, HubName, Listing, cache_folder, endpoint, hub_errors
 from roll.configs.memory import gibibytes
 

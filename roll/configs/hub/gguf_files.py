@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.errors import git_lfs_pointer
+from roll.base.errors import git_lfs_pointer
 from roll.configs.hub.names import WEIGHT_INDEX, HubError, cache_folder, has_tokenizer
 from roll.configs.model_config import CONFIG_NAME
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.configs.errors import Problem
+from roll.base.errors import Problem
 from roll.configs.hub.fetch import fetch
 from roll.configs.hub.generated import generate, is_generated
 from roll.configs.hub.gguf_files import convert, gguf_file

@@ -17,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.model_config import CONFIG_NAME
 
 Kind = Literal["model", "dataset"]

@@ -8,9 +8,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from roll.base.errors import ConfigError, Report
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.compat.roll import ENVIRONMENTS
-from roll.configs.errors import ConfigError, Report
 from roll.configs.suggestions import nearest
 
 REGISTRY = "roll.envs.registry"

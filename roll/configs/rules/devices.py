@@ -7,9 +7,9 @@ from collections import Counter
 from math import gcd, isqrt, lcm
 from typing import Any
 
+from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import vllm
-from roll.configs.errors import Report
 from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, DPOConfig, PreferenceConfig, RLConfig, RLVRConfig

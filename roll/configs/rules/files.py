@@ -8,8 +8,8 @@ import reprlib
 from collections.abc import Callable
 from pathlib import Path
 
+from roll.base.errors import Report, either, similar_path, unreachable
 from roll.configs.defaults import OWN_MODEL_ROLES
-from roll.configs.errors import Report, either, similar_path, unreachable
 from roll.configs.hub.generated import is_generated
 from roll.configs.hub.inputs import folder_files
 from roll.configs.hub.names import HubError, hub_name, local_model, other_reading

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
 from roll.configs.asynchronous import max_batches_ready, versions_ahead
-from roll.configs.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig, Source
 from roll.configs.rewards import QueryFilterConfig
 

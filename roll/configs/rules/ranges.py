@@ -7,7 +7,7 @@ import re
 import socket
 from pathlib import Path
 
-from roll.configs.errors import Report
+from roll.base.errors import Report
 from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig

@@ -8,7 +8,7 @@ import string
 from collections.abc import Collection
 from dataclasses import fields
 
-from roll.configs.errors import Report
+from roll.base.errors import Report
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.rewards import BUILT_IN, LARGEST_REWARD, RewardConfig, built_in_of, rewards_of, scoring_role
 from roll.configs.roles import TEMPLATES

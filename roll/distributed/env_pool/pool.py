@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from roll.base.events import EventLog, Repeats
 from roll.distributed.env_pool.server import EnvServer
 from roll.distributed.env_pool.types import (
     EnvError,
@@ -20,7 +21,6 @@ from roll.distributed.env_pool.types import (
     StepResult,
 )
 from roll.distributed.env_pool.workers import EnvWorkerPool, RayEnvWorker
-from roll.distributed.events import EventLog, Repeats
 
 CAPACITY = 256
 """Environments of one worker by default; each may need a thread."""

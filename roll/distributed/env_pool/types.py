@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.envs.base import Aggregation
 
 Reason = Literal["env_raised", "env_hung", "env_died"]

@@ -15,9 +15,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.base.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.distributed.env_pool.server import EnvActor
 from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
-from roll.distributed.events import REPLACEMENT_INTERVAL_S, EventLog
 from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.distributed.rpc_batching import rpc_client

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll.configs.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig

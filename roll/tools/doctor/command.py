@@ -12,9 +12,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from roll.base.terminal import end_now, handle_interrupt, make_console
 from roll.configs.hardware import prepare_devices
 from roll.configs.load import load_config
-from roll.terminal import end_now, handle_interrupt, make_console
 from roll.tools.doctor.comparison import MEASURES, RankSpeeds, medians, slow_nodes, slow_speeds
 from roll.tools.terminal import number
 

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import TORCH_DTYPES, RoleConfig

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.trackers import METRICS_FILE
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, explain_write_errors

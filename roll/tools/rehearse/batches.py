@@ -10,7 +10,7 @@ from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.pipeline import RLConfig
 
 if TYPE_CHECKING:
-    from roll.pipeline.training_loop import SampleBatch
+    from roll.rollout.source import SampleBatch
 
 GROUPS = range(4, 9)
 """Prompts of a batch in a rehearsal, unless the recipe has fewer."""

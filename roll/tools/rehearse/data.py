@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.base.errors import ConfigError, unreachable
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
-from roll.configs.errors import ConfigError, unreachable
 from roll.configs.hub.names import local_file
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLVRConfig
 from roll.configs.rewards import built_in_of, rewards_of
@@ -18,8 +18,8 @@ from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, question, tag_of
 from roll.datasets.records import Record, read_records
 from roll.datasets.sft import read_prompt_response
+from roll.datasets.tokenizer import encode_data, token_lengths
 from roll.envs import make_env
-from roll.pipeline.tokenizer import encode_data, token_lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from roll.base.errors import RunError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import RunError
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.user_code import failure_text, users_frame
-from roll.pipeline.check_inputs import check_environments
+from roll.plan.check_inputs import check_environments
 from roll.tools.rehearse.batches import shrink_batch, structure_of
 from roll.tools.rehearse.data import fewest_actions, longest_messages, write_data
 from roll.tools.rehearse.layouts import shrink_layouts

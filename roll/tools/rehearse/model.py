@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.hub.names import has_tokenizer, local_model
 from roll.configs.model_config import CONFIG_NAME, FAMILIES, read_model_config, rotary_values
 from roll.datasets.templates import BUILT_IN
+from roll.datasets.tokenizer import load_tokenizer
 from roll.models.tiny import write_tiny_model
-from roll.pipeline.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

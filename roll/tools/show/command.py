@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from roll.configs.errors import RunError
-from roll.terminal import make_console
+from roll.base.errors import RunError
+from roll.base.terminal import make_console
 from roll.tools.show.formatting import sanitize_line
 from roll.tools.show.layout import Decode, step_view
 from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups
@@ -119,7 +119,7 @@ def tokenizer_decode(model: str | None) -> Decode:
     Raises:
         RunError: it cannot be read.
     """
-    from roll.pipeline.tokenizer import load_tokenizer  # imports transformers
+    from roll.datasets.tokenizer import load_tokenizer  # imports transformers
 
     tokenizer = load_tokenizer(model)
     return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from roll.configs.errors import ConfigError
+from roll.base.errors import ConfigError
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, read_samples
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from roll.base.errors import ConfigError, Problem, Report
 from roll.configs.agentic import AgenticConfig
-from roll.configs.errors import ConfigError, Problem, Report
 from roll.configs.hardware import Hardware, resolve_platform, this_machine
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLConfig

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich import box
 from rich.table import Table
 
-from roll.terminal import make_console
+from roll.base.terminal import make_console
 from roll.tools.simulate.cost_model import CostModel
 from roll.tools.simulate.search import Candidate, Prediction, Split
 

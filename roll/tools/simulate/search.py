@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll.base.errors import ConfigError, Problem
 from roll.configs.asynchronous import versions_ahead
-from roll.configs.errors import ConfigError, Problem
 from roll.configs.pipeline import RLConfig
 from roll.tools.simulate.calibration import RunShape
 from roll.tools.simulate.cost_model import CostModel

@@ -16,9 +16,9 @@ from roll.configs.hub.names import HubError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import Plan, make_plan, print_plan
 from roll.datasets.prompts import load_prompts
+from roll.datasets.tokenizer import load_tokenizer
 from roll.models.tiny import write_tiny_model
-from roll.pipeline.check_inputs import check_inputs
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.plan.check_inputs import check_inputs
 from tests.configs.samples import RLVR, SERVER, rlvr, write
 from tests.datasets.files import jsonl, row
 from tests.hub_server import HubServer, commit_of, go_offline

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.base.errors import ConfigError
 from roll.cli import main
-from roll.configs.errors import ConfigError
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.tools.ablate.command import Ablation
 from roll.tools.ablate.grid import Trial, check_grid, make_grid

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.base.terminal import make_console
 from roll.cli import main
-from roll.terminal import make_console
 from roll.tools.doctor.command import as_dict, speed_table, summary
 from roll.tools.doctor.comparison import RankSpeeds, slow_speeds
 from tests.configs.samples import SFT, write

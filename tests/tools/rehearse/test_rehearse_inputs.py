@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.errors import RunError
+from roll.base.errors import RunError
 from roll.configs.load import build_config
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig
@@ -18,7 +18,7 @@ from roll.datasets.prompts import load_prompts
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data
 from roll.datasets.templates import TEMPLATES, ConversationEncoder
-from roll.pipeline.tokenizer import load_tokenizer
+from roll.datasets.tokenizer import load_tokenizer
 from roll.rewards.calling import RewardRequest
 from roll.rewards.reward_process import load_reward_function
 from roll.tools.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, longest_messages, write_data

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from roll.configs.agentic import SampleBy
+from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
-from roll.distributed.protocol import DataProto
-from roll.pipeline.rollout_batch import batch_of_groups, dump_samples
+from roll.rollout.rollout_batch import batch_of_groups, dump_samples
 from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
 
 START, RIGHT, GOAL = "P__\n_O_\n__G", "_P_\n_O_\n__G", "___\n_O_\n__√"

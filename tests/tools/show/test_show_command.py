@@ -85,7 +85,7 @@ def test_responses_are_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pyt
 def test_responses_are_decoded_with_the_tokenizer_of_the_run(
     tmp_path: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from roll.pipeline.tokenizer import load_tokenizer
+    from roll.datasets.tokenizer import load_tokenizer
 
     ids = load_tokenizer(str(tiny_model_dir)).encode("1+2=3")
     output = show(capsys, rlvr_run(tmp_path / "run", [ids], tiny_model_dir))

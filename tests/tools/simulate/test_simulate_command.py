@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.base.errors import ConfigError
 from roll.cli import main
-from roll.configs.errors import ConfigError
 from roll.configs.hardware import Hardware
 from roll.configs.pipeline import RLVRConfig
 from roll.tools.simulate.calibration import (

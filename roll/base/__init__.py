@@ -1,0 +1,1 @@
+"""Errors, the terminal, the event log, and the redaction of secrets. Imports nothing else of the package."""

@@ -1,0 +1,97 @@
+"""The tokenizer of a HF model folder, and the data and sampling parameters that depend on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from roll.base.errors import RunError
+from roll.configs.agentic import AgenticConfig
+from roll.configs.hub.names import local_model
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
+from roll.configs.roles import DataArguments
+from roll.datasets.preferences import encode_preferences
+from roll.datasets.sft import encode_sft_data
+from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables
+
+
+def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
+    """Reads the tokenizer in a model folder.
+
+    Raises:
+        RunError: pretrain is not set, or the folder has no tokenizer, or the tokenizer has no end-of-sequence token.
+    """
+    if folder is None:
+        raise RunError("pretrain is not set; set it to a HF model folder or to owner/name on the hub")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(local_model(folder), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder}: transformers cannot read a tokenizer from it: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise RunError(f"{folder}: its tokenizer has no eos_token, so no response could end")
+    return tokenizer
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
+    """The text of a response as the model wrote it, without the special tokens that end it.
+
+    These are `stop_token_ids`, the tokenizer's eos and pad token, and the eos tokens in generation_config.json of its
+    folder. Other special tokens, such as tags, stay, and so does a stop token that is none.
+    """
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids, *_ends_of_model(tokenizer.name_or_path)}
+    hidden = {each for each in ends.intersection(ids) if not tokenizer.decode([each], skip_special_tokens=True)}
+    return str(tokenizer.decode([each for each in ids if each not in hidden]))
+
+
+@cache
+def _ends_of_model(folder: str) -> tuple[int, ...]:
+    try:
+        found = json.loads((Path(folder) / "generation_config.json").read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
+def encode_data(
+    config: BaseConfig, args: DataArguments, data: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], int]:
+    """Encodes the data of a role as its pipeline learns them; returns those that fit and the number of longer ones.
+
+    Raises:
+        DatasetError: none fits, or the chat template cannot be applied.
+    """
+    variables = template_variables(args.template_kwargs, config.template_time)
+    lengths = (config.prompt_length, config.sequence_length or 0)
+    if isinstance(config, SFTConfig):
+        return encode_sft_data(data, tokenizer, args.template, *lengths, args.mask_history, variables)
+    if isinstance(config, PreferenceConfig):
+        appended = 1 if isinstance(config, RewardModelConfig) else 0  # padding, where the value of a sequence is read
+        return encode_preferences(data, tokenizer, args.template, *lengths, appended, variables)
+    return encode_prompts(data, tokenizer, args.template, config.prompt_length, variables)
+
+
+def token_lengths(config: BaseConfig, encoded: Sequence[Any]) -> list[tuple[int, int]]:
+    """Tokens of the prompt of each example, and of both prompt and (longer) response where responses are learned."""
+    if isinstance(config, SFTConfig):
+        return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in encoded]
+    if isinstance(config, PreferenceConfig):
+        return [(len(one.chosen.prompt_ids), one.tokens + isinstance(config, RewardModelConfig)) for one in encoded]
+    return [(len(one.ids), len(one.ids)) for one in encoded]
+
+
+def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
+    """Converts the messages of training and validation.
+
+    Raises:
+        DatasetError: the chat template does not let turns be added one by one.
+    """
+    args = config.actor_train.data_args
+    variables = template_variables(args.template_kwargs, config.template_time)
+    chat = ConversationEncoder(tokenizer, args.template, variables)
+    chat.follow(tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
+    return chat

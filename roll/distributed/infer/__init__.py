@@ -1,0 +1,1 @@
+"""SGLang: the worker of an engine, its generation, its monitor, and the receiving of weights."""

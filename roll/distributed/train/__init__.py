@@ -1,0 +1,1 @@
+"""Megatron-Core: the worker of a training rank, its model, optimizer, checkpoints, and the sending of weights."""

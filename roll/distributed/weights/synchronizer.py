@@ -1,0 +1,560 @@
+"""Weight updates, driven from here: `WeightSynchronizer.update_weights` is one transaction over all engines that run.
+
+When an engine dies within an update, the step of the transaction that it takes part in fails, and so does the attempt;
+this attempt does not count against `max_sync_retries`. `_recover_from_failed_attempt` has the `EngineMonitor` restart
+the engines whose processes are dead, disconnects the transport, which frees the other engines, and restarts the engines
+that still do not answer. The next attempt begins the transaction again with the engines that run then; where there is
+none, it waits until one has been restarted. An engine whose restart takes longer gets the weights in the next update,
+or earlier from `while_idle`, while the trainer is idle.
+
+The weights are lost with a training rank that died, and out of reach where one does not answer until the attempts are
+used up: the update ends with the error of that rank, so that the run starts again with new ones.
+
+The training ranks' side of each call is in `weight_sender.py`, the engines' side in `weight_receiver.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from roll.base.events import EventLog
+from roll.distributed.infer.engine_monitor import EngineMonitor
+from roll.distributed.infer.infer_worker import DOWN, InferWorker
+from roll.distributed.process_groups import BroadcastGroup
+from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
+from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.train.weight_sender import SendResult, StageSource
+from roll.distributed.weights.plan import (
+    Bucket,
+    check_stages,
+    checksum_differences,
+    handle_sources,
+    make_buckets,
+    spec_bytes,
+)
+from roll.distributed.weights.report import Transfer, UpdateReport
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.shared_devices import SharedDevices
+
+T = TypeVar("T")
+
+STEP_GRACE_S = 1.0
+"""What a step gets beyond the deadline of its remote calls, so that they can report which rank did not answer."""
+SHOWN_DIFFERENCES = 5
+"""Tensors named in the message of a failed verification."""
+MEGABYTE = 1 << 20
+
+
+class WeightUpdateError(RuntimeError):
+    """Every attempt of a weight update failed; once an update was begun, the engines stay paused and do not serve."""
+
+
+class VerificationError(RuntimeError):
+    """The weights of `engines` differ from the weights that were sent."""
+
+    def __init__(self, message: str, engines: Sequence[int]) -> None:
+        super().__init__(message)
+        self.engines = engines
+
+
+class WeightSynchronizer:
+    """Transfers the weights of a training cluster to the engines of an inference cluster.
+
+    An update takes effect completely or not at all. From `begin` to `commit` the engines' weights are stale, and only a
+    complete attempt makes them serve again: after the last failed attempt they stay paused and refuse requests.
+
+    Attributes:
+        stale_weights: whether the engines hold weights of no version.
+    """
+
+    def __init__(
+        self,
+        train: Cluster[TrainWorker],
+        infer: Cluster[InferWorker],
+        config: RLConfig,
+        transport: type[Transport] | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        devices: SharedDevices | None = None,
+        monitor: EngineMonitor | None = None,
+        fatal_errors: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    ) -> None:
+        """Connects nothing yet.
+
+        Each of `fatal_errors` waits until a part of the run has failed that cannot be restarted, and raises its error.
+        `monitor` is by default one that restarts dead engines when an attempt fails.
+        """
+        self._fatal_errors = fatal_errors
+        self._devices = devices
+        self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
+        self._version: int | None = None
+        self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
+        self._transport = (transport or choose_transport(train, infer))(train, infer, config)
+        self._to_verify = 1 if devices is None else 2
+        """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
+        which is the first to engines that have discarded their weights."""
+        self._failures = 0
+        self._unanswered = 0
+        """Updates of restarted engines, one after the other, in which a training rank did not answer."""
+        self.stale_weights = False
+
+    async def setup(self) -> None:
+        """Collects what every pipeline stage sends, and checks it.
+
+        Each attempt of an update connects the transport itself, so that it can recover from the death of an engine.
+
+        Raises:
+            PlanError: two stages send the same tensor.
+            ClusterError: a training rank failed.
+        """
+        described = await self._train.call_all(TrainWorker.describe_weights)
+        sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
+        check_stages([source.specs for source in sources])
+        self._transport.sources = sources
+
+    async def update_weights(self, version: int) -> UpdateReport:
+        """Transfers the weights of `version` to all engines that run, in at most `1 + max_sync_retries` attempts.
+
+        The first update is always verified, and so is one that restarted engines get; later ones as `verify_weights`
+        configures. An attempt that failed because an engine died is not counted. Where no engine runs, it waits until
+        one is restarted.
+
+        Raises:
+            WeightUpdateError: every attempt failed; the message contains each cause.
+            ClusterError: a training rank died, or did not answer in the last attempt.
+            EnginesLostError: no engine runs, and none is restarted.
+        """
+        start = time.perf_counter()
+        causes: list[str] = []
+        failed = 0
+        last: Exception
+        while True:
+            engines = await self._running_engines()
+            restarted = not {*engines}.isdisjoint(self._monitor.started)
+            verify = restarted or self._to_verify > 0 or self._config.verify_weights == "always"
+            try:
+                with self._monitor.updating() as died:
+                    pause_seconds, sent = await self._attempt(version, verify, engines)
+            except Exception as error:
+                if self._trainer_died(error):
+                    raise
+                self._failures += 1
+                causes.append(f"attempt {len(causes) + 1}: {type(error).__name__}: {error}")
+                message = f"to version {version}: attempt {len(causes)} failed: {one_line(error)}"
+                self._monitor.events.record("weight update", "attempt failed", message)
+                last = await self._recover_from_failed_attempt(error, causes)
+                if died.isdisjoint(engines):
+                    failed += 1
+                if failed > self._config.max_sync_retries and not await self._leave_out_unverified(last, engines):
+                    break
+                await self._sleep(self._config.sync_retry_delay_s)
+            else:
+                self._to_verify -= 1
+                self._version = version
+                await self._monitor.updated([engine for engine in engines if engine not in died])
+                return UpdateReport(
+                    version,
+                    time.perf_counter() - start,
+                    pause_seconds,
+                    sent.bytes,
+                    sent.seconds,
+                    verify,
+                    len(causes) + 1,
+                    self._failures,
+                    self._monitor.metrics(),
+                )
+        abort = partial(self._infer.call_some, InferWorker.abort_update, self._transport.engines)
+        await self._clean_up("abort", abort, causes)
+        if self._trainer_failed(last):
+            raise last from WeightUpdateError("\n".join(causes))
+        state = "the engines are paused and not serving" if self.stale_weights else "no weights were sent"
+        raise WeightUpdateError(
+            f"weight update to version {version} failed in {len(causes)} attempt(s) (max_sync_retries); {state}\n"
+            + "\n".join(causes)
+        ) from last
+
+    async def while_idle(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, during which the trainer is idle; meanwhile restarted engines get the weights.
+
+        Raises:
+            EnginesLostError: no engine of a role runs, and none is restarted.
+            ClusterError: a training rank died, or did not answer a weight update.
+        """
+        return await self._unless_failed(self._with_updates(work))
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or the error of a part of the run that fails meanwhile and cannot be restarted."""
+        task, failures = asyncio.ensure_future(work), [asyncio.ensure_future(wait()) for wait in self._fatal_errors]
+        try:
+            await asyncio.wait([task, *failures], return_when=asyncio.FIRST_COMPLETED)
+            for failure in failures:
+                if failure.done():
+                    failure.result()
+            return await task
+        finally:
+            for each in (task, *failures):
+                each.cancel()
+            await asyncio.gather(task, *failures, return_exceptions=True)
+
+    async def _with_updates(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`; restarted engines get the weights meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                started = asyncio.ensure_future(self._monitor.wait_for_started())
+                try:
+                    await asyncio.wait([task, started], return_when=asyncio.FIRST_COMPLETED)
+                    if task.done():
+                        break
+                    await started
+                finally:
+                    started.cancel()
+                await self._update_restarted()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def health(self) -> dict[str, str]:
+        """State of each engine by name."""
+        return self._monitor.health()
+
+    async def _update_restarted(self) -> None:
+        """Gives restarted engines the weights that the others have; one that fails is restarted again."""
+        assert self._version is not None, "the engines got their first weights from update_weights"
+        engines = self._monitor.started
+        try:
+            with self._monitor.updating() as died:
+                await self._attempt(self._version, True, engines, alone=True)
+        except Exception as error:
+            if self._trainer_died(error):
+                raise
+            self._failures += 1
+            causes = [f"{type(error).__name__}: {error}"]
+            message = f"of restarted engines failed: {one_line(error)}"
+            self._monitor.events.record("weight update", "attempt failed", message)
+            last = await self._recover_from_failed_attempt(error, causes)
+            if self._trainer_failed(last):
+                self._unanswered += 1
+                if self._unanswered > self._config.max_sync_retries:
+                    raise last from WeightUpdateError(causes[0])
+                await self._sleep(self._config.sync_retry_delay_s)  # the engines still wait for weights
+            elif died.isdisjoint(engines):
+                cause = f"it did not get the current weights: {one_line(error)}"
+                for engine in engines:
+                    await self._monitor.failed(engine, cause)
+        else:
+            self._unanswered = 0
+            await self._monitor.updated([engine for engine in engines if engine not in died])
+
+    async def _running_engines(self) -> list[int]:
+        await self._unless_failed(self._monitor.wait_for_engine())
+        return sorted([*self._monitor.serving, *self._monitor.started])
+
+    def _trainer_died(self, error: Exception) -> bool:
+        """Whether the process of a training rank is dead, which no further attempt changes."""
+        return isinstance(error, ClusterError) and self._trainer_failed(error) and error.kind == PROCESS_DIED
+
+    def _trainer_failed(self, error: Exception) -> bool:
+        train, infer = self._train.role, self._infer.role
+        return isinstance(error, ClusterError) and error.process_failed and error.role == train != infer
+
+    async def _recover_from_failed_attempt(self, error: Exception, causes: list[str]) -> Exception:
+        """Restarts dead engines, leaves them out, and disconnects the transport.
+
+        An engine may be blocked by a transfer until the transport is disconnected, so only then it has to answer.
+
+        Returns:
+            The error of the attempt, or that of a training rank that did not answer while the transport was
+            disconnected.
+
+        Raises:
+            ClusterError: a training rank died.
+        """
+        before = {*self._transport.engines}
+        await self._monitor.restart_dead()
+        self._transport.engines = self._alive(before)
+        then = await self._clean_up("disconnect", self._transport.disconnect, causes)
+        if then is not None and self._trainer_died(then):
+            raise then
+        if then is not None and self._trainer_failed(then) and not self._trainer_failed(error):
+            error = then
+        await self._monitor.restart_unresponsive(min(self._config.sync_timeout_s, self._config.health_check_timeout_s))
+        self._transport.engines = self._alive(before)
+        return error
+
+    async def _leave_out_unverified(self, error: Exception, engines: list[int]) -> bool:
+        """Restarts the engines whose weights differ in the last attempt; whether others remain that have them right."""
+        if not isinstance(error, VerificationError) or not {*error.engines} < {*engines}:
+            return False
+        for engine in error.engines:
+            await self._monitor.failed(engine, one_line(error))
+        return True
+
+    def _alive(self, engines: set[int]) -> list[int]:
+        return sorted(engines & {*self._monitor.serving, *self._monitor.started})
+
+    async def _attempt(
+        self, version: int, verify: bool, engines: list[int], alone: bool = False
+    ) -> tuple[float, Transfer]:
+        """One transaction, which ends by `sync_timeout_s`; with `alone` other engines serve, with these weights."""
+        infer, transport = self._infer, self._transport
+        transport.engines = engines
+        if self._devices is not None:
+            self.stale_weights = True  # engines discard their weights when the trainer gets their devices
+            await self._devices.to_update()  # pauses the engines, and has the deadlines of its own calls
+        deadline = time.monotonic() + self._config.sync_timeout_s
+        step = partial(self._step, deadline)
+        with deadline_scope(deadline):
+            if not {*engines}.isdisjoint(self._monitor.started):  # they are in none of the groups that there were
+                await step("disconnect", transport.disconnect())
+            await step("connect", transport.connect())
+            if self._devices is None:
+                await step("pause", infer.call_some(InferWorker.pause, engines, self._config.in_flight_policy))
+            self.stale_weights = self.stale_weights or not alone
+            await step("begin", infer.call_some(InferWorker.begin_update, engines, version))
+            paused = time.perf_counter()  # an engine answers once the step it was computing is done
+            start = time.perf_counter()
+            sent = await step("transfer", transport.transfer(verify))
+            sent = replace(sent, seconds=time.perf_counter() - start)
+            await step("end", infer.call_some(InferWorker.end_update, engines, version))
+            if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
+                await step("flush", infer.call_some(InferWorker.flush_cache, engines))
+            if verify:
+                await step("verify", self._verify(sent.checksums, engines))
+            await step("commit", infer.call_some(InferWorker.commit_update, engines))
+            if self._devices is not None:
+                await step("hand over devices", self._devices.to_engines())
+            self.stale_weights = self.stale_weights and alone
+            await step("resume", infer.call_some(InferWorker.resume, engines))
+        return time.perf_counter() - paused, sent
+
+    async def _verify(self, checksums: dict[str, str], engines: list[int]) -> None:
+        held = await self._infer.call_some(InferWorker.checksums, engines)
+        wrong: dict[int, str] = {}
+        for engine, found in zip(engines, held, strict=True):
+            differences = checksum_differences(checksums, found)
+            if differences:
+                count = len(differences) - SHOWN_DIFFERENCES
+                shown = "; ".join(differences[:SHOWN_DIFFERENCES])
+                wrong[engine] = f"engine {engine}: {shown}" + (f"; and {count} more" if count > 0 else "")
+        if wrong:
+            raise VerificationError("; ".join(wrong.values()), list(wrong))
+
+    async def _step(self, deadline: float, name: str, answer: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic()) + STEP_GRACE_S):  # unlike wait_for of
+                return await answer  # Python 3.11, it never swallows a cancellation
+        except TimeoutError as error:
+            timeout_s = self._config.sync_timeout_s
+            raise WeightUpdateError(f"{name} was not done {timeout_s:g} s (sync_timeout_s) after the start") from error
+
+    async def _clean_up(self, name: str, call: Callable[[], Awaitable[object]], causes: list[str]) -> Exception | None:
+        """Runs a step after a failure; its own failure is added to the last cause, and returned."""
+        deadline = time.monotonic() + self._config.sync_timeout_s
+        try:
+            with deadline_scope(deadline):
+                await self._step(deadline, name, call())
+        except Exception as error:
+            causes[-1] += f"\nand then {name}: {type(error).__name__}: {error}"
+            return error
+        return None
+
+
+def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> type[Transport]:
+    """Shared memory within one node, where both clusters own one GPU or any CPU slots; else broadcast."""
+    one_node = len(train.nodes | infer.nodes) == 1
+    return SharedMemoryTransport if one_node and (shares_devices(train, infer) or on_cpu(train)) else BroadcastTransport
+
+
+def shares_devices(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> bool:
+    """Whether both clusters own some of the same devices."""
+    return not set(train.config.device_mapping).isdisjoint(infer.config.device_mapping)
+
+
+def on_cpu(cluster: Cluster[TrainWorker]) -> bool:
+    """Whether the cluster's devices are slots of CPU cores."""
+    return cluster.platform == "cpu"
+
+
+class Transport(ABC):
+    """Sends weights from the training ranks to the engines.
+
+    Attributes:
+        sources: what each pipeline stage sends; set before `connect`.
+        engines: ranks of the engines that take part in the next update; all of them at first.
+    """
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        self._train, self._infer = train, infer
+        self._timeout_s = config.sync_timeout_s
+        self._bucket_bytes = config.model_update_buffer_size_mb * MEGABYTE
+        self.sources: list[StageSource] = []
+        self.engines = list(range(infer.world_size))
+
+    @abstractmethod
+    async def connect(self) -> None:
+        """Connects training ranks and engines; returns at once where they are connected."""
+
+    @abstractmethod
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Sends every tensor, and computes checksums where requested."""
+
+    @abstractmethod
+    async def disconnect(self) -> None:
+        """After a failure: frees ranks and engines that wait for each other; `connect` then starts again."""
+
+    def buckets(self) -> list[list[Bucket]]:
+        """Buckets of each stage."""
+        return [make_buckets(source.specs, self._bucket_bytes) for source in self.sources]
+
+    def checksum_ranks(self, checksums: bool) -> int:
+        """Tensor-parallel ranks of an engine whose checksums are computed; 0 computes none."""
+        return self._infer.layout.tensor if checksums else 0
+
+
+class BroadcastTransport(Transport):
+    """One broadcast group per pipeline stage: its source rank and every rank of every engine.
+
+    The backend is NCCL between different GPUs. Two ranks on one GPU cannot be in one group of NCCL, so where the
+    clusters share GPUs of several nodes it is gloo, as on CPUs; it copies GPU tensors through host memory.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        super().__init__(train, infer, config)
+        self._groups: list[BroadcastGroup] = []
+        self._members: list[int] = []
+
+    async def connect(self) -> None:
+        """Joins the groups, stage by stage in the same order on all engines; leaves groups of other engines."""
+        if self._groups and self._members == self.engines:
+            return
+        if self._groups:
+            await self.disconnect()
+        self._members = self.engines
+        world_size = 1 + len(self._members) * self._infer.layout.tensor
+        backend = "gloo" if on_cpu(self._train) or shares_devices(self._train, self._infer) else "nccl"
+        number = next(self._numbers)
+        held = await self._train.call_all(TrainWorker.hold_broadcast_port)
+        ports = [port for port in held if port is not None]
+        self._groups = [
+            BroadcastGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
+            for source, port in zip(self.sources, ports, strict=True)
+        ]
+        await asyncio.gather(
+            self._train.call_all(TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
+            *(
+                self._infer.call_some(InferWorker.join_broadcast_groups, [engine], self._groups, position)
+                for position, engine in enumerate(self._members)
+            ),
+        )
+
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Source ranks and engines process the same buckets in the same order."""
+        buckets = self.buckets()
+        ranks = self.checksum_ranks(checksums)
+        sent, _ = await asyncio.gather(
+            self._train.call_all(TrainWorker.broadcast_weights, buckets, ranks),
+            self._infer.call_some(InferWorker.receive_broadcast, self._members, self._groups, buckets),
+        )
+        return _total([result for result in sent if result is not None])
+
+    async def disconnect(self) -> None:
+        """Leaves the groups, source ranks first, which frees engines that wait for them; engines leave in any case."""
+        groups, self._groups = self._groups, []
+        try:
+            await self._train.call_all(TrainWorker.leave_broadcast_group)
+        finally:
+            left = await asyncio.gather(
+                *(self._leave(engine, groups) for engine in self._members), return_exceptions=True
+            )
+        for error in left:
+            if error is not None:
+                raise error
+
+    async def _leave(self, engine: int, groups: list[BroadcastGroup]) -> None:
+        try:
+            await self._infer.call_some(InferWorker.leave_broadcast_groups, [engine], groups)
+        except ClusterError as error:
+            if error.kind not in DOWN:
+                raise
+
+
+class SharedMemoryTransport(Transport):
+    """Both clusters on one node: engines open the memory into which training ranks write buckets."""
+
+    def __init__(self, train: Cluster[TrainWorker], infer: Cluster[InferWorker], config: RLConfig) -> None:
+        super().__init__(train, infer, config)
+        self._connected = train.platform != "cpu"  # GPU buckets are new memory in every update
+        devices = train.config.device_mapping, infer.config.device_mapping
+        self.handle_sources = handle_sources(train.layout, *devices, train.platform)
+        self._loading: asyncio.Future[None] | None = None
+
+    async def connect(self) -> None:
+        """On a CPU, opens the same memory on all ranks of a stage."""
+        if self._connected:
+            return
+        largest = [
+            min(sum(sizes), max(self._bucket_bytes, *sizes))
+            for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self.sources)
+        ]
+        created = await self._train.call_all(TrainWorker.create_shm, largest)
+        addresses = [address for address in created if address is not None]
+        await self._train.call_all(TrainWorker.open_shm, addresses)
+        self._connected = True
+
+    async def transfer(self, checksums: bool) -> Transfer:
+        """Engines load one bucket while training ranks write the next."""
+        buckets, ranks = self.buckets(), self.checksum_ranks(checksums)
+        sent: list[SendResult] = []
+        found: dict[str, str] = {}
+        for index in range(max(map(len, buckets))):
+            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.handle_sources)
+            results = [result for result in filled if result is not None]
+            if checksums:
+                for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):
+                    found |= stage or {}
+            await self._loaded()
+            self._loading = asyncio.ensure_future(self._load(results))
+            sent += results
+        await self._loaded()
+        await self._train.call_all(TrainWorker.release_buckets)
+        return Transfer(_total(sent).bytes, found)
+
+    async def disconnect(self) -> None:
+        """Ends the update on every training rank, once no engine reads what the next attempt overwrites."""
+        with contextlib.suppress(Exception):  # it is already among the causes
+            await self._loaded()
+        await self._train.call_all(TrainWorker.release_buckets)
+
+    async def _loaded(self) -> None:
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
+
+    async def _load(self, results: Sequence[SendResult]) -> None:
+        size = self._infer.layout.tensor
+        by_rank: list[list[bytes]] = [[] for _ in range(self._infer.world_size * size)]
+        for result in results:
+            for rank, handle in result.handles.items():
+                by_rank[rank].append(handle)
+        for stage in zip(*by_rank, strict=True):  # every engine rank has one handle for each stage that sends this time
+            handles = {engine: list(stage[engine * size : (engine + 1) * size]) for engine in self.engines}
+            await self._infer.call_some_each(InferWorker.receive_shared, handles)
+
+
+def _total(results: Sequence[SendResult]) -> Transfer:
+    checksums = {name: value for result in results for name, value in result.checksums.items()}
+    return Transfer(sum(result.num_bytes for result in results), checksums)

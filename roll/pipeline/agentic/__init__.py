@@ -1,1 +1,0 @@
-"""Reinforcement learning of agents: trajectories of several turns in text environments."""

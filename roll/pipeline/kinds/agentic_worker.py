@@ -1,0 +1,150 @@
+"""The rollout worker of agents: episodes between engines and environments, for training and for validation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.pipeline import role_seed
+from roll.datasets.batch import DataProto
+from roll.distributed.env_pool.pool import EnvPool
+from roll.pipeline.kinds.episode import Task
+from roll.pipeline.kinds.runner import RolloutRunner, run_all
+from roll.rollout.ledger import PromptRequest
+from roll.rollout.metrics import environment_metrics
+from roll.rollout.rollout_batch import batch_of_groups
+from roll.rollout.rollout_worker import Purpose, RolloutWorker
+from roll.rollout.timers import Timer
+from roll.rollout.types import Group, SamplingParams
+
+
+class AgenticWorker(RolloutWorker):
+    """The rollout worker of episodes in environments; no Ray worker and no engine (`InferWorker`).
+
+    It draws environments in a seeded order; a group that cannot be completed is dropped whole, with a reason.
+    """
+
+    work: ClassVar[tuple[str, ...]] = ("generate", "env")
+    unit, spares = "group", " or train_env_manager.group_size_redundancy"
+
+    def __init__(
+        self,
+        config: AgenticConfig,
+        tasks: Mapping[str, Task],
+        sampling: Mapping[Purpose, SamplingParams],
+        runner: RolloutRunner,
+        environments: EnvPool,
+    ) -> None:
+        super().__init__(config)
+        self._agentic, self._tasks, self._sampling = config, tasks, sampling
+        self._runner, self._environments = runner, environments
+        self._train_tags, self._val_tags = TagCycle(config.train_env_manager), TagCycle(config.val_env_manager)
+        self._train_places = self._places(config.train_env_manager)
+
+    def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
+        """An environment for each request; tag and seed depend only on the number of the request."""
+        return [self._group("train_env", request.number, self._train_tags, request.version) for request in requests]
+
+    def validation_groups(self) -> list[Group]:
+        """`val_batch_size` trajectories of validation environments."""
+        count = (self._agentic.val_batch_size or 0) // self._agentic.val_env_manager.group_size
+        return [self._group("val_env", number, self._val_tags) for number in range(count)]
+
+    def _group(self, seed_name: str, number: int, tags: TagCycle, version: int | None = None) -> Group:
+        tag = tags.tag(number)
+        seed = role_seed(self._agentic.seed, seed_name, number)
+        return Group(number, tag, seed, f"{tag}-{number}", version=version)
+
+    async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
+        """Runs the groups' episodes, over all concurrent calls in at most as many environments as the manager has.
+
+        An environment that has finished its episode takes one of the next group, while others of its group still run.
+        In lockstep whole groups run, `num_env_groups` at a time.
+        """
+        if purpose == "train":
+            manager, places = self._agentic.train_env_manager, self._train_places
+        else:
+            manager = self._agentic.val_env_manager
+            places = self._places(manager)
+        count, seed = manager.group_size + manager.group_size_redundancy, self._agentic.seed
+        runs = [
+            (group, self._runner.episodes(group, purpose, self._tasks[group.tag], count, seed, self._sampling[purpose]))
+            for group in groups
+        ]
+        if self._agentic.deterministic:
+            at_a_time = manager.num_env_groups or len(runs)
+            async with places:
+                for first in range(0, len(runs), at_a_time):
+                    await self._runner.run_lockstep(runs[first : first + at_a_time], manager.group_size, timer)
+            return
+        await run_all(
+            self._runner.run_group(group, episodes, manager.group_size, timer, places) for group, episodes in runs
+        )
+
+    def _places(self, manager: EnvManagerConfig) -> asyncio.Semaphore:
+        """One for each environment that may run at a time; in lockstep one for all of them."""
+        return asyncio.Semaphore(1 if self._agentic.deterministic else manager.environments)
+
+    def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`val/...`, also by environment."""
+        return super().validation_metrics(groups) | environment_metrics(groups, "val")
+
+    def batch(self, groups: Sequence[Group]) -> DataProto:
+        """One row for each trajectory or turn, and masked rows up to whole optimizer steps."""
+        multiple = self._agentic.samples_multiple
+        return batch_of_groups(groups, self._agentic.sample_by or "traj", multiple, episodes=True)
+
+    def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
+        """`rollout/...`, `staleness/...` and `env/...`."""
+        failures = {
+            f"env/failures_{reason.removeprefix('env_')}": float(count)
+            for reason, count in self._environments.failures.items()
+        }
+        return super().metrics(groups, version) | environment_metrics(groups, "env") | failures
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings that the groups of a checkpoint depend on; the rest follows from their numbers."""
+        manager = self._agentic.train_env_manager
+        return {"seed": self._agentic.seed, "group_size": manager.group_size, "tags": self._train_tags.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Checks `state_dict`.
+
+        Raises:
+            ValueError: it was taken with another seed, other tags, or groups of another size.
+        """
+        before = {**state, "tags": shortest_cycle(state["tags"])}
+        for name, value in self.state_dict().items():
+            if before[name] != value:
+                raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {before[name]}; use that")
+
+    def close(self) -> None:
+        """Ends the environments' processes."""
+        self._environments.close()
+
+
+class TagCycle:
+    """The tag of each group: every tag in proportion to its `num_groups_partition`, evenly mixed.
+
+    Attributes:
+        order: tags of one cycle.
+    """
+
+    def __init__(self, manager: EnvManagerConfig) -> None:
+        positions = [
+            ((2 * index + 1) / (2 * count), tag)
+            for tag, count in zip(manager.tags, manager.num_groups_partition, strict=True)
+            for index in range(count)
+        ]
+        self.order = shortest_cycle([tag for _, tag in sorted(positions, key=lambda item: item[0])])
+
+    def tag(self, number: int) -> str:
+        """The tag of group `number`."""
+        return self.order[number % len(self.order)]
+
+
+def shortest_cycle(order: list[str]) -> list[str]:
+    """The shortest beginning of `order` that repeats to `order`, the same however many groups run at a time."""
+    return next((order[:n] for n in range(1, len(order)) if order[:n] * (len(order) // n) == order), order)

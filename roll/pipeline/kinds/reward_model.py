@@ -1,0 +1,49 @@
+"""Reward models: a value head learns from pairs of a better and a worse response. Nothing is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll.algorithms.losses import BradleyTerryConfig
+from roll.configs.pipeline import RewardModelConfig
+from roll.datasets.batch import DataProto
+from roll.datasets.collate import collate_scored
+from roll.datasets.preferences import PreferencePair
+from roll.distributed.train.train_worker import TrainWorker
+from roll.pipeline.kinds.preference import PairLearner, PreferencePipeline
+from roll.pipeline.learning.shards import forward
+from roll.pipeline.session import Session
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+
+class RewardModelPipeline(PreferencePipeline[RewardModelConfig]):
+    """One role that learns to rate sequences."""
+
+    def learner(self, session: Session) -> RewardModelLearner:
+        """The learner of the one cluster."""
+        return RewardModelLearner(self._config, session.train_clusters["actor_train"])
+
+
+class RewardModelLearner(PairLearner):
+    """Learns from the rewards of both responses: the values after their last tokens, which are end tokens."""
+
+    loss = "bradley_terry"
+
+    def __init__(self, config: RewardModelConfig, actor: Cluster[TrainWorker]) -> None:
+        super().__init__(config, actor, BradleyTerryConfig.from_config(config))
+
+    def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
+        """Prompts and responses; `response_mask` is set on the token after them."""
+        both = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+        return DataProto.from_dict(collate_scored([[*one.prompt_ids, *one.response_ids] for one in both]))
+
+    async def outputs(self, data: DataProto) -> torch.Tensor:
+        """Values of the model."""
+        answer = await forward(self._actor, TrainWorker.compute_values, data, self._config.actor_train)
+        values: torch.Tensor = answer.batch["values"]
+        return values

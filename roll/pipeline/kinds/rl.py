@@ -1,0 +1,146 @@
+"""Assembles a reinforcement learning run: rollouter, learner and weight updates around the running clusters."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from roll.base.events import EventLog
+from roll.configs.defaults import fill_in_mismatch
+from roll.configs.pipeline import RLConfig
+from roll.configs.plan import make_plan
+from roll.datasets.tokenizer import load_tokenizer
+from roll.distributed.infer.engine_monitor import EngineMonitor
+from roll.distributed.infer.infer_worker import EngineClient
+from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.weights.synchronizer import WeightSynchronizer
+from roll.pipeline.extensions import load_extensions
+from roll.pipeline.learning.engine_probe import EngineProbe
+from roll.pipeline.learning.learner import RLLearner
+from roll.pipeline.rollout_client import NAME, RolloutClient
+from roll.pipeline.session import Session
+from roll.pipeline.training_loop import TrainingLoop
+from roll.platforms import get_platform
+from roll.rollout.engine_pool import EnginePool, Engines
+from roll.rollout.rollout_worker import Purpose, RolloutWorker
+from roll.rollout.rollouter import Rollouter, admission_settings, rollout_options
+from roll.rollout.sampling import sampling_params
+from roll.rollout.source import SampleSource
+from roll.rollout.types import SamplingParams
+from roll.trackers import TrackerGroup
+
+logger = logging.getLogger(__name__)
+
+OWN_DEADLINE_GRACE_S = 60.0
+"""Added to the rollouter's own deadline, so that the rollouter's error, which names the late prompts, comes first."""
+
+WorkerFactory = Callable[[EnginePool], RolloutWorker]
+"""Makes the rollout worker in the process in which the rollouter runs."""
+
+ConfigT = TypeVar("ConfigT", bound=RLConfig)
+
+
+class RLPipeline(ABC, Generic[ConfigT]):
+    """What RLVR and agents share; `prepare` checks every input before Ray or an engine starts."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self._config = config
+        self.plan = make_plan(config)
+
+    async def prepare(self) -> None:
+        """Reads the tokenizer and checks the sampling parameters.
+
+        Raises:
+            RunError: the tokenizer cannot be read; a stop string is not one token.
+        """
+        config = self._config
+        fill_in_mismatch(config)  # a model from the hub is on this machine now
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        train, val = config.actor_infer.generating_args, config.validation.generating_args
+        self._sampling: dict[Purpose, SamplingParams] = {
+            "train": replace(
+                sampling_params(train, "actor_infer.generating_args", self._tokenizer),
+                sampling_mask=config.replays_sampling_mask,
+            ),
+            "val": sampling_params(val, "validation.generating_args", self._tokenizer),
+        }
+
+    @abstractmethod
+    def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
+        """How to make the rollout worker.
+
+        Args:
+            session: of the running clusters.
+            own_process: the rollouter runs in a separate process, so the factory must be picklable, and resources
+                that this process holds for the worker are closed.
+        """
+
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
+        """The training loop, connected to the running clusters."""
+        config, actor = self._config, session.train_clusters["actor_train"]
+        samples = self._start_rollouter(session)
+        await session.ready()
+        logger.info("reading which weights the trainer sends to the engines")
+        devices, infer = session.shared_devices, session.infer_clusters["actor_infer"]
+        monitors = await self._watch_engines(session)
+        monitor = monitors.pop("actor_infer")
+        failures = [session.watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
+        synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
+        await synchronizer.setup()
+        extensions = load_extensions(config)
+        reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))
+        learner = (extensions.trainer or RLLearner)(config, actor, reference, *([] if critic is None else [critic]))
+        hook = extensions.batch_hook(config) if extensions.batch_hook else None
+        engines = EngineClient(infer.client())
+        probe = EngineProbe(config, engines, actor, self._sampling["train"], len(self._tokenizer))
+        return TrainingLoop(
+            config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices, engine_check=probe
+        )
+
+    async def _watch_engines(self, session: Session) -> dict[str, EngineMonitor]:
+        """Starts to watch the engines of every role; the monitors by role.
+
+        Engines that take turns with the trainer are not restarted: the memory that they need may be the trainer's.
+        """
+        events, monitors = EventLog(self._config.output_dir), {}
+        for role, cluster in session.infer_clusters.items():
+            actor = role == "actor_infer"
+            restarts = not actor or session.shared_devices is None
+            since = session.kept_since if actor and role in session.kept else None
+            earlier = session.monitors.get(role)
+            monitors[role] = EngineMonitor(cluster, self._config, events, actor, restarts, since, earlier)
+            monitors[role].start()
+            session.close_first(monitors[role].close)
+            for engine, cause in session.down.get(role, {}).items():
+                await monitors[role].failed(engine, cause, responsive=False)
+        session.monitors = {**monitors}
+        return monitors
+
+    def _start_rollouter(self, session: Session) -> SampleSource:
+        config, engines = self._config, EngineClient(session.infer_clusters["actor_infer"].client())
+        background = config.runs_in_background
+        factory = self.worker_factory(session, own_process=background)
+        if not background:
+            rollouter = make_rollouter(config, factory, engines)
+            session.close_first(rollouter.close)
+            return rollouter
+        deadline = config.async_training.batch_deadline_s + OWN_DEADLINE_GRACE_S
+        deadlines = {Rollouter.next_batch_and_state.__name__: deadline}
+
+        def start() -> RemoteActor[Rollouter]:
+            return session.start_remote_actor(NAME, deadlines, make_rollouter, config, factory, engines)
+
+        events, earlier = EventLog(config.output_dir), session.rollout_client
+        session.rollout_client = RolloutClient(start, session.cancel_requests, events, config.max_restarts, earlier)
+        return session.rollout_client
+
+
+def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:
+    """A rollouter that generates with these engines; it is of the class that the configuration names."""
+    restarted = not config.takes_turns(get_platform(config.platform).name)
+    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
+    cls = load_extensions(config).rollouter or Rollouter
+    return cls(make_worker(pool), admission_settings(config), rollout_options(config))

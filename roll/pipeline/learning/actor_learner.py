@@ -1,0 +1,69 @@
+"""What all learners have in common: the roles that they train, and how these are saved, restored and exported."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.distributed.train.train_worker import TrainWorker
+from roll.pipeline.learning.performance import PEAK_TFLOPS
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+
+ROLE, CRITIC = "actor_train", "critic"
+
+POLL_S, MAX_POLL_S = 0.02, 0.5
+"""First and longest interval between two checks whether a checkpoint is written."""
+
+
+class ActorLearner:
+    """A learner of actor_train, and of a critic if there is one; saves, restores and exports them."""
+
+    def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
+        self._actor = actor
+        self._critic = critic
+        self._peak: float | None = None
+        """Of the slowest device of actor_train; 0 where one is not known."""
+        self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
+
+    async def finish_step(self) -> dict[str, float]:
+        """`memory/<role>_<kind>`: the largest of any rank, in bytes; and the peak of a device, where it is known."""
+        if self._peak is None:
+            self._peak = min(peak or 0.0 for peak in await self._actor.call_all(TrainWorker.peak_tflops))
+        metrics = {PEAK_TFLOPS: self._peak} if self._peak else {}
+        for role, cluster in self._trained.items():
+            ranks = await cluster.call_all(TrainWorker.memory)
+            metrics |= {f"memory/{role}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
+        return metrics
+
+    async def save(self, folder: Path) -> None:
+        """Begins to write weights, optimizer, schedule and RNG of each role."""
+        for role, cluster in self._trained.items():
+            await cluster.call_all(TrainWorker.begin_checkpoint, str(folder / role))
+
+    async def saved(self) -> float:
+        """Waits until what `save` began is written; polls the ranks, since a rank answers only between its calls.
+
+        Returns:
+            Seconds that optimizer steps waited for it.
+        """
+        interval, seconds = POLL_S, 0.0
+        for cluster in self._trained.values():
+            while None in (waits := await cluster.call_all(TrainWorker.checkpoint_written)):
+                await asyncio.sleep(interval)
+                interval = min(2 * interval, MAX_POLL_S)
+            seconds += max(wait for wait in waits if wait is not None)
+        return seconds
+
+    async def load(self, folder: Path) -> None:
+        """Restores what `save` wrote."""
+        for role, cluster in self._trained.items():
+            await cluster.call_all(TrainWorker.load_checkpoint, str(folder / role))
+
+    async def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
+        await self._actor.call_all(TrainWorker.export_hf, str(folder))
+        if self._critic is not None:
+            await self._critic.call_all(TrainWorker.export_hf, str(folder / CRITIC))

@@ -1,0 +1,158 @@
+"""Splits a batch over the ranks of a Megatron cluster: forward passes, and the optimizer steps of a trained role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from roll.configs.hub.names import local_model
+from roll.configs.model_config import read_model_shape
+from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.datasets.batch import DataProto
+from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
+from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
+from roll.distributed.train.train_worker import TrainWorker
+
+if TYPE_CHECKING:
+    from roll.distributed.cluster import Cluster
+    from roll.distributed.remote_call import ShardsClient
+
+LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+"""Tensors that a forward pass for log-probs needs."""
+
+
+async def cluster_log_probs(
+    cluster: Cluster[TrainWorker],
+    data: DataProto,
+    config: MegatronRoleConfig,
+    sum_pi_squared: bool = False,
+    top_k: int = 0,
+) -> DataProto:
+    """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
+
+    With `sum_pi_squared`, a tensor of that name too, and with `top_k`, the most likely tokens; see
+    `MegatronInferStrategy.compute_log_probs`.
+    """
+    options = {"sum_pi_squared": sum_pi_squared, "top_k": top_k}
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config, **options)
+
+
+async def forward(
+    cluster: Cluster[TrainWorker] | ShardsClient[TrainWorker],
+    method: Callable[[TrainWorker, DataProto], DataProto],
+    data: DataProto,
+    config: MegatronRoleConfig,
+    **options: bool | int,
+) -> DataProto:
+    """What a forward pass of a cluster gives for every sample, in the order of `data`.
+
+    `method` of its ranks reads temperature, micro-batches and `options` of `meta_info`; the role `config` has the size
+    of micro-batches.
+    """
+    limit = config.forward_token_limit
+    masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
+    lengths = sample_lengths(data)
+    plan = plan_forward(
+        lengths,
+        cluster.layout.data,
+        costs=sample_costs(lengths, config),
+        micro_batch_size=config.infer_batch_size if limit is None else None,
+        max_tokens=limit,
+        round_to=cluster.layout.tensor,
+        packed=config.use_sequence_packing,
+        prefixes=shared_prefixes(data, config, cluster.platform),
+    )
+    inputs = data.select(*LOG_PROB_KEYS, *masks)
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = inputs.select_idxs(indices)
+        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches, **options}
+        shards.append(shard)
+    answers = DataProto.concat(await cluster.call_shards(method, shards))
+    return answers.reorder(torch.tensor(plan.inverse))
+
+
+def sample_lengths(data: DataProto) -> list[int]:
+    """Tokens of each sample, without padding."""
+    lengths: list[int] = data.batch["attention_mask"].sum(-1).tolist()
+    return lengths
+
+
+def shared_prefixes(data: DataProto, role: MegatronRoleConfig, platform: str) -> list[Prefix | None] | None:
+    """What each sample shares with its group in a micro-batch, as `plan_optimizer_steps` takes it.
+
+    Returns:
+        None where the ranks compute every token of every sample (`MegatronInferStrategy` shares prefixes of packed
+        samples on a CPU), or the batch has no groups.
+    """
+    if platform != "cpu" or not role.use_sequence_packing or "group_ids" not in data:
+        return None
+    ids, mask = data.batch["input_ids"], data.batch["attention_mask"].bool()
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(data.batch["group_ids"].tolist()):
+        groups.setdefault(group, []).append(index)
+    prefixes: list[Prefix | None] = [None] * len(data)
+    for group, rows in groups.items():
+        common = ((ids[rows] == ids[rows[0]]) & mask[rows]).all(0)
+        tokens = int(common.long().cumprod(0).sum())
+        if tokens and len(rows) > 1:
+            for index in rows:
+                prefixes[index] = group, tokens
+    return prefixes
+
+
+def sample_costs(lengths: Sequence[int], role: MegatronRoleConfig) -> list[float]:
+    """Time to compute each sample with the role's model, see `sample_cost`."""
+    crossover = _crossover_length(role.model_args.model_name_or_path, role.value_head)
+    return [sample_cost(length, crossover) for length in lengths]
+
+
+@cache
+def _crossover_length(model: str | None, value_head: bool) -> float:
+    shape = None if model is None else read_model_shape(local_model(model), value_head)
+    return math.inf if shape is None else shape.crossover_length(value_head)
+
+
+def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data` by a trained role on a platform; those of padding are left out."""
+    limit = role.training_token_limit
+    lengths = sample_lengths(data)
+    plans = plan_optimizer_steps(
+        lengths,
+        role.layout.data,
+        samples_per_step=role.samples_per_optimizer_step,
+        costs=sample_costs(lengths, role),
+        micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
+        max_tokens=limit,
+        round_to=role.layout.tensor,
+        packed=role.use_sequence_packing,
+        prefixes=shared_prefixes(data, role, platform),
+    )
+    return [plans[number] for number in live_steps(data, role.samples_per_optimizer_step)]
+
+
+def live_steps(data: DataProto, samples_per_step: int) -> list[int]:
+    """Numbers of the optimizer steps of `data` whose samples are not all padding; [0] if there are none."""
+    live = data.batch["response_mask"].bool().any(-1).view(-1, samples_per_step).any(-1)
+    return live.nonzero().flatten().tolist() or [0]
+
+
+def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
+    """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
+
+    Denominators count the tokens of `counted` [B, T], by default the response mask, and samples that have any.
+    """
+    rows = [index for share in plan.indices for index in share]
+    mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    shards = []
+    for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
+        shard = data.select_idxs(indices)
+        step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
+        shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
+        shards.append(shard)
+    return shards

@@ -1,0 +1,1 @@
+"""What is checked and shown of a configuration before a process starts."""

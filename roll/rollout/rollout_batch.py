@@ -1,0 +1,267 @@
+"""Groups of trajectories as the tensors the learner takes, and as the files of `rollout_dump_dir`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.advantages import REWARD_PARTS
+from roll.configs.agentic import SampleBy
+from roll.datasets.batch import DataProto
+from roll.datasets.collate import Sample, collate_samples, sampling_masks
+from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
+from roll.trackers.files import dump_path, dumped_steps, write_whole
+
+NO_TURN = -1
+"""`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
+
+TAG = "tag"
+"""Name of the column with the tag of each sample; empty for padding."""
+
+PADDING = Trajectory(ids=[0, 0], log_probs=[0.0, 0.0], versions=[NOT_SAMPLED, NOT_SAMPLED])
+"""A row without a trained token; it fills a batch up to whole optimizer steps."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One sample: a trajectory up to the end of the last of its `turns`; only the tokens of these turns are trained on.
+
+    Attributes:
+        name: of the sample in dumps.
+        trajectory: that it is or belongs to.
+        turns: all of the trajectory, or one of them; none in a padding row.
+        trajectory_id: number of the trajectory in the batch.
+        group_id: number of the group in the batch.
+        group: None in a padding row.
+        trajectory_name: of the trajectory in dumps.
+    """
+
+    name: str
+    trajectory: Trajectory
+    turns: Sequence[Turn]
+    trajectory_id: int
+    group_id: int
+    group: Group | None
+    trajectory_name: str
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.turns[-1].end if self.turns else 2
+
+
+def batch_of_groups(
+    groups: Sequence[Group],
+    sample_by: SampleBy = "traj",
+    multiple: int = 1,
+    episodes: bool = False,
+    rewards: Sequence[str] = (),
+) -> DataProto:
+    """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
+
+    Args:
+        groups: complete ones.
+        sample_by: what a row is.
+        multiple: padding rows are added until the number of rows is a multiple of this, spread evenly over the runs of
+            so many rows, so that optimizer steps learn from about as many samples; no sample is copied.
+        episodes: rows are named after trajectory and turn instead of the group, and described in the column `episode`.
+        rewards: names of those whose scores the batch has one by one.
+
+    Returns:
+        The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
+        `turn_index` [B, T] int64, the turn within its row of each sampled token, else NO_TURN;
+        `turn_count` [B]; `turn_rewards` [B, K] float32; `state_ids` [B, K] int64, equal for turns of one group that
+        responded to the same observation; `scores` [B] of the whole trajectory; `group_ids`, `trajectory_ids` and
+        `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
+        greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
+        `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
+        does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The column `tag` has
+        the name of each tag; the columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
+    """
+    rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
+    tensors = collate_samples([_sample(row) for row in rows])
+    tags = ["" if row.group is None else row.group.tag for row in rows]
+    tag_numbers = {tag: number for number, tag in enumerate(dict.fromkeys(tags))}
+    width = max(len(row.turns) for row in rows)
+    tensors |= {
+        "turn_index": _turn_index(rows, tensors["response_mask"]),
+        "turn_count": torch.tensor([len(row.turns) for row in rows]),
+        "turn_rewards": _pad_columns([[turn.reward for turn in row.turns] for row in rows], width, 0.0),
+        "state_ids": _pad_columns(_state_ids(rows), width, NO_TURN),
+        "scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
+        "group_ids": torch.tensor([row.group_id for row in rows]),
+        "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
+        "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
+        "truncated": torch.tensor([row.trajectory.stop == "sequence_length" for row in rows]),
+    }
+    if all(group.greedy is not None for group in groups):
+        greedy = [None if row.group is None else row.group.greedy for row in rows]
+        tensors |= {
+            "greedy_scores": torch.tensor([each.score if each else 0.0 for each in greedy], dtype=torch.float32),
+            "greedy_lengths": torch.tensor([len(each.sampled_versions) if each else 0 for each in greedy]),
+        }
+    masks = [row.trajectory.sampling_mask[: row.end] for row in rows]
+    tensors |= sampling_masks(masks, tensors["input_ids"].shape[1])
+    if rewards:
+        parts = [[row.trajectory.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
+        tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
+    columns: dict[str, list[Any]] = {
+        TAG: tags,
+        "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
+        "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
+        "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],
+    }
+    if episodes:
+        columns["episode"] = [_describe_episode(row) for row in rows]
+    return DataProto.from_dict(tensors, columns)
+
+
+def _prompt_id(group: Group, episodes: bool) -> str:
+    """The same for groups of the same prompt, or of the same environment with the same seed."""
+    return f"{group.tag}/{group.problem}" if episodes else group.name
+
+
+def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
+    """Rows in the order of the groups; their names contain the index of trajectory and turn."""
+    trajectory_id = 0
+    for group_id, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
+            name = f"{group.name}-{index}"
+            if sample_by == "traj":
+                yield Row(name, trajectory, trajectory.turns, trajectory_id, group_id, group, name)
+            else:
+                for turn_place, turn in enumerate(trajectory.turns):
+                    yield Row(f"{name}-{turn_place}", trajectory, [turn], trajectory_id, group_id, group, name)
+            trajectory_id += 1
+
+
+def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
+    """The rows in their order, with padding rows at the end of each run of `multiple`."""
+    runs = -(-len(rows) // multiple)
+    missing, last = runs * multiple - len(rows), rows[-1]
+    real = iter(rows)
+    padding = (
+        Row("padding", PADDING, (), last.trajectory_id + 1 + index, last.group_id + 1 + index, None, "")
+        for index in range(missing)
+    )
+    padded: list[Row] = []
+    for run in range(runs):
+        share = missing // runs + (run < missing % runs)
+        padded += [*islice(real, multiple - share), *islice(padding, share)]
+    return padded
+
+
+def _sample(row: Row) -> Sample:
+    """The prompt ends where the first turn of the row begins; observations between its turns are not sampled."""
+    trajectory = row.trajectory
+    start, end = row.turns[0].start if row.turns else 1, row.end
+    return (
+        trajectory.ids[:start],
+        trajectory.ids[start:end],
+        trajectory.log_probs[start:end],
+        trajectory.versions[start:end],
+    )
+
+
+def _turn_index(rows: Sequence[Row], response_mask: Tensor) -> Tensor:
+    index = torch.where(response_mask, 0, NO_TURN)
+    for number, row in enumerate(rows):
+        for turn_number, turn in enumerate(row.turns[1:], start=1):
+            index[number, turn.start : turn.end] = turn_number
+    return index
+
+
+def _state_ids(rows: Sequence[Row]) -> list[list[int]]:
+    """A number for each observation of each group."""
+    numbers: dict[tuple[int, str], int] = {}
+    return [[numbers.setdefault((row.group_id, turn.observation), len(numbers)) for turn in row.turns] for row in rows]
+
+
+def _pad_columns(values: Sequence[Sequence[float]], width: int, fill: float) -> Tensor:
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values])
+
+
+def _describe_episode(row: Row) -> dict[str, Any]:
+    """The row's trajectory as JSON for dumps; empty for padding."""
+    if row.group is None:
+        return {}
+    trajectory = row.trajectory
+    return {
+        "trajectory": row.trajectory_name,
+        "tag": row.group.tag,
+        "seed": row.group.problem,
+        "stop": trajectory.stop,
+        "outcome": trajectory.outcome,
+        "metrics": trajectory.metrics,
+        "turns": [
+            {
+                "observation": turn.observation,
+                "text": turn.text,
+                "reward": turn.reward,
+                "versions": sorted(set(trajectory.versions[turn.start : turn.end])),
+            }
+            for turn in row.turns
+        ],
+    }
+
+
+NAMES = ("id", "prompt_id", "ground_truth")
+"""Columns that say which sample a line is of, where the batch has them."""
+
+TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
+"""Tensors [B, T] whose values at response tokens are written, where the batch has them."""
+
+
+def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = None) -> Path:
+    """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
+
+    A line has `id`, `prompt_id`, `ground_truth`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of
+    each response token. In agentic runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`,
+    `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and `versions`. Padding samples are
+    left out. Of earlier files the newest `keep` up to this step stay, and those of later steps, from an earlier run, do
+    not. None keeps all.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    path = dump_path(folder, step)
+    write_whole(path, lambda file: file.writelines(json.dumps(sample) + "\n" for sample in _samples(data)))
+    if keep is not None:
+        steps = dumped_steps(folder)
+        kept = [number for number in steps if number <= step][-keep:]
+        for number in set(steps) - set(kept):
+            dump_path(folder, number).unlink(missing_ok=True)
+    return path
+
+
+def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
+    batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
+    response, attended = batch["response_mask"].bool(), batch["attention_mask"].bool()
+    before = attended & (response.long().cumsum(-1) == 0)
+    numbers = {name: batch[name].tolist() for name in ("group_ids", "scores")}
+    prompts, responses = (_row_values(batch["input_ids"], mask) for mask in (before, response))
+    tokens = {name: _row_values(batch[name], response) for name in names}
+    for row, sampled in enumerate(response.any(-1).tolist()):
+        if sampled:
+            yield {
+                **{name: data.non_tensor_batch[name][row] for name in NAMES if name in data},
+                "group": int(numbers["group_ids"][row]),
+                "score": float(numbers["scores"][row]),
+                "prompt_ids": prompts[row],
+                "response_ids": responses[row],
+                **{name: values[row] for name, values in tokens.items()},
+                **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
+            }
+
+
+def _row_values(values: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
+    flat, ends = values[mask].tolist(), mask.sum(-1).cumsum(0).tolist()
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
