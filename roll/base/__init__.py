@@ -1,1 +1,1 @@
-"""Errors, the terminal, the event log, and the redaction of secrets. Imports nothing else of the package."""
+"""How keys are declared (`schema`), errors, the terminal, the event log, and the redaction of secrets. Imports nothing else of the package."""

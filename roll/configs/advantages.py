@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.configs.schema import Condition, needs, option
+from roll.base.schema import Condition, needs, option
 
 TURN_ESTIMATORS = ("gigpo", "step_reinforce", "agentic_reinforce")
 """Values of `adv_estimator` that use the turns of a trajectory."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Literal
 
+from roll.base.schema import Condition, one_or_many, option
 from roll.configs.advantages import TURN_ESTIMATORS, estimators
 from roll.configs.asynchronous import exact_ratio
 from roll.configs.pipeline import VALIDATES, RLConfig
 from roll.configs.policy import traits_of
-from roll.configs.schema import Condition, one_or_many, option
 
 SYSTEM_FIELDS = ("env_instruction",)
 """Fields of `agent_system_template`, the system message of a trajectory; other braces in it are text."""

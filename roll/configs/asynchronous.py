@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from roll.configs.schema import Condition, option
+from roll.base.schema import Condition, option
 
 InFlightPolicy = Literal["retract", "in_place", "drain", "abort_resume"]
 """What happens to running requests at a weight update."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roll.configs.schema import Condition, needs, option
+from roll.base.schema import Condition, needs, option
 
 WEIGHTED = needs(
     "level", "correction.weights.level is null; set it to token, sequence, geometric or segment", is_error=True

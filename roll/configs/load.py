@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.base.errors import ConfigError, Problem
+from roll.base.schema import Converter, declared, known_keys, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
@@ -37,7 +38,6 @@ from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
-from roll.configs.schema import Converter, declared, known_keys, value_at
 from roll.configs.suggestions import VERY_SIMILAR, drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced

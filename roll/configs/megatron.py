@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from roll.base.errors import either
-from roll.configs.schema import Condition, needs, one_or_many, option
+from roll.base.schema import Condition, needs, one_or_many, option
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 

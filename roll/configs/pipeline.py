@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from roll.base.schema import Condition, environment, internal, needs, one_or_many, option, time_text
 from roll.configs.advantages import (
     GREEDY_ESTIMATORS,
     VALUE_ESTIMATORS,
@@ -32,7 +33,6 @@ from roll.configs.roles import (
     ValidationConfig,
     pipelines,
 )
-from roll.configs.schema import Condition, environment, internal, needs, one_or_many, option, time_text
 from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
 from roll.configs.trackers import TrackerName
 

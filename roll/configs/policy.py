@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll.base.schema import Condition, needs, option
 from roll.configs.correction import CorrectionOptions
-from roll.configs.schema import Condition, needs, option
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig

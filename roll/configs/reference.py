@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
+from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.compat.verl import VERL_KEYS
@@ -17,7 +18,6 @@ from roll.configs.model_config import ARCHITECTURES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES, TEMPLATES
-from roll.configs.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.configs.schema import Condition, option
+from roll.base.schema import Condition, option
 
 
 @dataclass(frozen=True)

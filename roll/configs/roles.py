@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.base.schema import Condition, environment, needs, one_or_many, option
 from roll.configs.asynchronous import PROMPTS_MIX
 from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.policy import parse_pg_variant
-from roll.configs.schema import Condition, environment, needs, one_or_many, option
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from roll.base.schema import option
 from roll.configs.roles import (
     NO_OPTIMIZER,
     NO_POLICY_LOSS,
@@ -19,7 +20,6 @@ from roll.configs.roles import (
     ModelArguments,
     engine_of,
 )
-from roll.configs.schema import option
 
 OWN_TEMPLATE = AbsentKey("a reward has its template: rewards.<name>.template")
 

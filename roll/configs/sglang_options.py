@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from roll.configs.schema import describe
+from roll.base.schema import describe
 
 DECLARATIONS = Path("srt", "arg_groups", "fields")
 """Folder of the sglang package whose classes declare the fields of ServerArgs."""

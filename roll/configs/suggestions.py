@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from roll.base.errors import Problem
+from roll.base.schema import SECTION, Key, declared, describe, keys_by_path
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, SHORT_NAMES, migration, migration_of_last_part
 from roll.configs.compat.verl import VALUE_HINTS
 from roll.configs.roles import ROLES, AbsentKey
-from roll.configs.schema import SECTION, Key, declared, describe, keys_by_path
 from roll.configs.yaml_files import leaves
 
 SIMILAR, VERY_SIMILAR = 0.6, 0.75

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from roll.base.errors import Problem
-from roll.configs.schema import one_or_many, option
+from roll.base.schema import one_or_many, option
 
 METRICS_FILE = "metrics.jsonl"
 """File of `output_dir` with the metrics of every step, whatever `track_with` names."""

@@ -15,8 +15,8 @@ from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Text
 
 from roll.base.errors import ConfigError, Problem
+from roll.base.schema import Converter, declared, option
 from roll.configs.rewards import LARGEST_REWARD, is_trainable
-from roll.configs.schema import Converter, declared, option
 from roll.configs.suggestions import nearest, unknown
 from roll.configs.user_code import definition_of
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from roll.configs.schema import option
+from roll.base.schema import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 
 MAX_LENGTH = 200

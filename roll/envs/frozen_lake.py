@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.utils.seeding import np_random
 
-from roll.configs.schema import option
+from roll.base.schema import option
 from roll.envs.grid_games import MOVE_CHOICES, MOVES, MoveConfig, MoveEnv
 
 INTENDED_MOVE_PROBABILITY = 1 / 3

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roll.base.errors import Problem
-from roll.configs.schema import option
+from roll.base.schema import option
 from roll.envs.base import Aggregation, EnvConfig, TextEnv, Turn
 from roll.envs.text_actions import ANSWER, ActionPattern
 

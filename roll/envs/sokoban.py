@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from roll.base.errors import Problem
-from roll.configs.schema import option
+from roll.base.schema import option
 from roll.envs.grid_games import MOVE_CHOICES, MoveConfig, MoveEnv
 
 SYMBOLS = {"0": "#", "1": "_", "2": "O", "3": "√", "4": "X", "5": "P", "6": "S"}

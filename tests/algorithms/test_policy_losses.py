@@ -9,8 +9,8 @@ import torch
 
 from roll.algorithms.covariance import high_covariance
 from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, PolicyTokens
+from roll.base.schema import declared
 from roll.configs.policy import VARIANT_KEYS, PolicyOptions
-from roll.configs.schema import declared
 from tests.algorithms.batches import random_batch
 
 CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)

@@ -9,6 +9,7 @@ import pytest
 
 from roll.algorithms.advantages import AdvantageConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.base.schema import Converter, known_keys
 from roll.configs.advantages import TURN_ESTIMATORS
 from roll.configs.agentic import (
     SYSTEM_TEMPLATE,
@@ -20,7 +21,6 @@ from roll.configs.agentic import (
     turn_template,
 )
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.schema import Converter, known_keys
 from roll.configs.suggestions import suggest_for
 from tests.configs.samples import refusal
 

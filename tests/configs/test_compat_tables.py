@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll.base.schema import known_keys, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, RENAMED_KEYS, SHORT_NAMES, UNSUPPORTED_KEYS
 from roll.configs.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
@@ -16,7 +17,6 @@ from roll.configs.compat.verl import NAMES, VERL_KEYS
 from roll.configs.compat.verl_correction import read_rollout_correction
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import DPOConfig, RLVRConfig
-from roll.configs.schema import known_keys, value_at
 from roll.configs.sglang_options import server_options
 from tests.configs.samples import DPO_KEYS, READ_KEYS, refusal
 

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from roll.base.errors import ConfigError
+from roll.base.schema import Key, known_keys
 from roll.configs.load import load_config
 from roll.configs.plan import make_plan
 from roll.configs.rules import check
 from roll.configs.rules.ranges import MAX_PROCESSES, SHORTEST_TIMEOUT_S, USUAL, YEAR_S
-from roll.configs.schema import Key, known_keys
 from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
 from tests.configs.samples import refusal, rlvr, sft
 

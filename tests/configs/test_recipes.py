@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from roll.base.errors import ConfigError
+from roll.base.schema import value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import roll, set_at
 from roll.configs.compat.roll_rewards import WORKERS
@@ -18,7 +19,6 @@ from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.plan import make_plan
 from roll.configs.rewards import BUILT_IN, built_in_of
 from roll.configs.rules import check
-from roll.configs.schema import value_at
 from roll.plan.check_inputs import check_environments
 from tests.configs.samples import LAPTOP, READ_KEYS, RECIPES, REFUSED, recipes
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from roll.base.schema import known_keys
 from roll.configs.load import PIPELINES
 from roll.configs.reference import PATH, render
 from roll.configs.roles import TEMPLATES
-from roll.configs.schema import known_keys
 from roll.configs.sglang_options import OWNED, server_options
 
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from gymnasium.utils.env_checker import check_env
 
+from roll.base.schema import declared
 from roll.configs.load import load_config
 from roll.configs.rules import check
-from roll.configs.schema import declared
 from roll.envs import make_env
 from roll.envs.registry import BUILT_IN
 

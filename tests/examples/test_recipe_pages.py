@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from examples.algorithms import compare, pages
-from roll.configs.schema import value_at
+from roll.base.schema import value_at
 from roll.trackers import metrics
 
 SETTING = re.compile(r"^\| `([\w.]+)` \| `(.+?)` \| (.+) \|$", re.MULTILINE)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from roll.base.errors import ConfigError, Problem
+from roll.base.schema import SECTION, value_at
 from roll.configs.compat import (
     MEGATRON,
     Names,
@@ -29,7 +30,6 @@ from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.configs.compat.recipe import Recipe
 from roll.configs.compat.verl_correction import read_rollout_correction
 from roll.configs.compat.verl_files import place_pools, read_verl_file
-from roll.configs.schema import SECTION, value_at
 
 EVERYDAY = {
     "<role>.training_args.learning_rate": "lr actor_learning_rate",

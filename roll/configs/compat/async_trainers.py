@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from roll.base.errors import ConfigError, Problem
+from roll.base.schema import value_at
 from roll.configs.compat import Tree, set_at, two_spellings, without
 from roll.configs.compat.recipe import Recipe
-from roll.configs.schema import value_at
 
 RENAMED_KEYS = {
     "sync_timeout": "sync_timeout_s",

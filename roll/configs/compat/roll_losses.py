@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.base.schema import SECTION
 from roll.configs.agentic import METHODS
 from roll.configs.compat.recipe import Recipe
 from roll.configs.policy import traits_of
-from roll.configs.schema import SECTION
 
 PG_CLIP = 0.2
 """`pg_clip` where a recipe does not set it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
+from roll.base.schema import declared, section_of
 from roll.configs.agentic import ADJUSTMENTS
 from roll.configs.compat.apply import PURE_OPD_KIND, STUDENT_ROLE, unsupported_key
 from roll.configs.compat.recipe import Recipe
@@ -28,7 +29,6 @@ from roll.configs.compat.roll_rewards import read_rewards
 from roll.configs.parallel_layout import parse_device_mapping, spans
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DEVICE_ROLES
-from roll.configs.schema import declared, section_of
 
 MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_env", "render_save_dir", "sft_train")
 """Top-level keys of which every complete recipe of ROLL has one."""

@@ -6,10 +6,10 @@ Rules read the configuration and, for models, a config.json; they never start or
 from __future__ import annotations
 
 from roll.base.errors import Report
+from roll.base.schema import keys_along, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig
 from roll.configs.rules import agentic, devices, files, generation, learning, ranges, rewards, shaping
-from roll.configs.schema import keys_along, value_at
 
 
 def check(config: BaseConfig) -> Report:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roll.base.errors import Report, either, similar_path, unreachable
+from roll.base.schema import MAX_EXPLAINED
 from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.hub.generated import is_generated
 from roll.configs.hub.inputs import folder_files
@@ -28,7 +29,6 @@ from roll.configs.model_config import (
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import TEMPLATES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
-from roll.configs.schema import MAX_EXPLAINED
 from roll.configs.scoring_roles import JudgeConfig, ScoringEngineConfig
 from roll.configs.special_tokens import read_tokenizer
 from roll.configs.trackers import METRICS_FILE

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from roll.base.errors import Report
+from roll.base.schema import value_at
 from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
 from roll.configs.roles import LONGEST_SAMPLING_MASK
-from roll.configs.schema import value_at
 from roll.configs.suggestions import nearest
 
 OPSM_NOISE = 1e-2

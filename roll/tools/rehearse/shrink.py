@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from roll.base.schema import value_at
 from roll.configs.advantages import SCORED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
@@ -16,7 +17,6 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRCo
 from roll.configs.rewards import scoring_role
 from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig
 from roll.configs.rules.devices import CUDA_ONLY
-from roll.configs.schema import value_at
 from roll.tools.rehearse.batches import (
     AlternatingScores,
     Batch,
