@@ -1,1 +1,4 @@
-"""How keys are declared (`schema`), errors, the terminal, the event log, and the redaction of secrets. Imports nothing else of the package."""
+"""Declarations of keys (`schema`), errors, the terminal, the event log, and the redaction of secrets.
+
+Imports nothing else of the package.
+"""
