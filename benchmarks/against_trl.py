@@ -167,7 +167,8 @@ def prepare(work: Workload, folder: Path) -> None:
     if work.pretrained:
         from examples.smollm2_135m.weights import gguf_weights
         from examples.tiny_math.problems import write_problems
-        from roll.configs.hub.gguf_files import convert, converted_folder
+        from roll.hub.names import converted_folder
+        from roll.models.gguf_files import convert
 
         write_problems(folder / "data", seed=1, train=2000, val=10, levels=(1,))
         convert(gguf_weights(), weights=True)

@@ -115,9 +115,9 @@ def plan(
     elsewhere: bool = False,
 ) -> int:
     """Prints the plan of a run; exit code 1 if it cannot run here and is not `elsewhere`, or exceeds `device_gib`."""
-    from roll.configs.hub.inputs import look_up
     from roll.configs.load import load_config
     from roll.configs.plan import fits_devices, make_plan, print_plan
+    from roll.plan.inputs import look_up
 
     loaded = load_config(config, overrides)
     found = look_up(loaded, _say)
@@ -150,10 +150,10 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         log_to_console()
         logger.info("reading %s", config)
         from roll.configs.hardware import prepare_run
-        from roll.configs.hub.inputs import fetch_inputs, look_up
         from roll.configs.load import load_config
         from roll.pipeline.checkpoint import finished_run
         from roll.pipeline.health import HealthFile, lock_folders
+        from roll.plan.inputs import fetch_inputs, look_up
 
         loaded = load_config(config, overrides, pipeline)
         problems = look_up(loaded).problems

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roll.configs.hub.names import WEIGHT_FILE
-from roll.configs.model_config import CONFIG_NAME
 from roll.configs.roles import TORCH_DTYPES
 from roll.datasets.batch import DataProto
+from roll.hub.names import CONFIG_NAME, WEIGHT_FILE
 
 LEARNING_RATE = 1e-4
 """Of the optimizer steps that are compared, where a check has no rate of its own."""

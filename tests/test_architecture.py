@@ -12,6 +12,7 @@ PACKAGE = ROOT / "roll"
 
 ORDER = [
     "base",
+    "hub",
     "configs",
     "algorithms",
     "datasets",
@@ -113,15 +114,11 @@ def test_folders_before_platforms_import_no_engine() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-READS_GGUF = PACKAGE / "configs/hub/gguf_files.py"
-"""Imports transformers and numpy inside of functions that only a model in a GGUF file reaches."""
-
-
-def test_configs_do_without_torch() -> None:
+def test_hub_and_configs_do_without_torch() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in files()
-        if folder_of(path) == "configs" and path != READS_GGUF
+        if folder_of(path) in {"hub", "configs"}
         for line, module in imported(path, at_run_time=True)
         if module.split(".")[0] in {"torch", "transformers", "tensordict", "numpy"}
     ]

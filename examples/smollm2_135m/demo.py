@@ -50,12 +50,12 @@ def pretrained(overrides: list[str]) -> list[str]:
 
     Ends the demo where neither can be fetched.
     """
-    from roll.configs.hub.inputs import fetch_model
-    from roll.configs.hub.names import HubError, hub_name
     from roll.configs.load import load_config
+    from roll.hub.find import fetch_model
+    from roll.hub.names import HubError, hub_name
 
-    name = hub_name(load_config(RECIPE, overrides).pretrain or "", "model")
-    if name is None:
+    name = load_config(RECIPE, overrides).pretrain or ""
+    if hub_name(name, "model") is None:
         return []
     stages.console.print(f"looking for {name}")
     try:
@@ -71,10 +71,10 @@ def pretrained(overrides: list[str]) -> list[str]:
 
 def show_answers(config: BaseConfig, file: Path) -> None:
     """Writes and prints the most likely answers to held-out questions of the model before and after the run."""
-    from roll.configs.hub.inputs import fetch_inputs
     from roll.datasets.prompts import load_prompts
     from roll.datasets.templates import encode_prompts
     from roll.datasets.tokenizer import load_tokenizer
+    from roll.plan.inputs import fetch_inputs
 
     fetch_inputs(config)
     tokenizer, data = load_tokenizer(config.pretrain), config.validation.data_args
@@ -98,8 +98,8 @@ def greedy(folder: str, prompts: list[Any], config: Any, tokenizer: Any) -> list
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from roll.configs.hub.names import local_model
     from roll.datasets.tokenizer import response_text
+    from roll.hub.names import local_model
 
     disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(local_model(folder), dtype=torch.float32)

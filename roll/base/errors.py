@@ -151,6 +151,11 @@ def git_lfs_pointer(file: Path) -> str | None:
     return "is a git-lfs pointer, not the file itself; run git lfs pull" if is_pointer else None
 
 
+def gibibytes(count: int) -> str:
+    """Bytes as text, in MiB below 1 GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
 def either(values: Sequence[int]) -> str:
     """Numbers as `1, 2 or 4`, for messages."""
     return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

@@ -10,14 +10,14 @@ from typing import Any
 
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
-from roll.configs.hub.generated import held_out, is_generated
-from roll.configs.hub.names import local_model
 from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.rewards import BUILT_IN, built_in_of, scoring_role
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.rounding import mismatch_bounds
+from roll.hub.generated import held_out, is_generated
+from roll.hub.names import local_model
 
 UNKNOWN_SHAPE = 32, 4096
 """Layers and width of a model that is not on this machine yet."""

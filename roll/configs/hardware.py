@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from roll.base.errors import ConfigError, Report
+from roll.base.errors import ConfigError, Report, gibibytes
 from roll.configs.defaults import fill_in_mismatch
-from roll.configs.memory import STATE_LINES, gibibytes, memory_plans, model_shapes
+from roll.configs.memory import STATE_LINES, memory_plans, model_shapes
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig

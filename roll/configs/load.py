@@ -40,7 +40,7 @@ from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVR
 from roll.configs.rules import check
 from roll.configs.suggestions import VERY_SIMILAR, drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
-from roll.configs.yaml_files import interpolate, leaves, merge, override_tree, read_tree, referenced
+from roll.configs.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig | RewardModelConfig
 """The configuration of one run."""
@@ -94,8 +94,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
     """
     notes: list[Problem] = []
     own: set[str] = set()
-    base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
-    return build_config(merge(base, top), pipeline, str(path), notes, set(leaves(top)), own | top.keys())
+    with nesting_refused(str(path)):
+        base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
+        return build_config(merge(base, top), pipeline, str(path), notes, set(leaves(top)), own | top.keys())
 
 
 def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:

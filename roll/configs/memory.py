@@ -10,12 +10,13 @@ import contextlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from roll.configs.hub.names import local_model
+from roll.base.errors import gibibytes
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.model_config import ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring_roles import ScoringEngineConfig
+from roll.hub.names import local_model
 
 HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
@@ -353,8 +354,3 @@ def _graphs(worker: EngineRoleConfig) -> list[MemoryLine]:
     lengths = 0 if options.get("disable_prefill_cuda_graph") else 58
     formula = f"{requests} requests x 2 MiB + {lengths} lengths of prompts x 8 MiB, at most"
     return [MemoryLine(GRAPHS, (2 * requests + 8 * lengths) << 20, formula)]
-
-
-def gibibytes(count: int) -> str:
-    """Bytes as text, in MiB below 1 GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.base.errors import git_lfs_pointer, unreachable
+from roll.hub.names import CONFIG_NAME
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ def family_of(architecture: str) -> ModelFamily:
 TRAINED_VOCABULARY_MULTIPLE = 16
 """Same padded size for every power-of-two layout up to 16 ranks, so that checkpoints can change layout."""
 
-CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """In the folder of a LoRA adapter."""
 

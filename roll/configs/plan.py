@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from roll.base.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem, gibibytes
 from roll.base.terminal import make_console
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
 from roll.configs.hardware import (
@@ -26,16 +26,15 @@ from roll.configs.hardware import (
     resolve_platform,
     this_machine,
 )
-from roll.configs.hub.inputs import Download, LookUp
-from roll.configs.hub.names import local_model
-from roll.configs.memory import GRAPHS, STATE_LINES, MemoryPlan, gibibytes, memory_plans, model_shapes
-from roll.configs.model_config import CONFIG_NAME
+from roll.configs.memory import GRAPHS, STATE_LINES, MemoryPlan, memory_plans, model_shapes
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.policy import samples_with_own_pass, training_gives_old_log_probs
 from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.rules import check
 from roll.configs.rules.files import check_head_sizes
+from roll.hub.find import Download, LookUp
+from roll.hub.names import CONFIG_NAME, local_model
 
 SCORING_ROLES = ("reward", "judge")
 """Roles whose models score responses, and stay on their devices in every phase."""

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from roll.base.schema import Condition, environment, needs, one_or_many, option
 from roll.configs.asynchronous import PROMPTS_MIX
-from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.policy import parse_pg_variant
+from roll.hub.splits import READABLE
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -25,8 +24,8 @@ from roll.configs.compat.environments import base_file
 FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
 
-INT = re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]+)")
-"""YAML 1.2 whole numbers; YAML 1.1 would read `017` as 15 and `1:30` as 90."""
+INT = re.compile(r"[-+]?(0|[1-9][0-9]*|0x[0-9a-fA-F]{1,16})")
+"""YAML 1.2 whole numbers of 64 bits; YAML 1.1 would read `017` as 15 and `1:30` as 90."""
 
 REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
 """Types that YAML 1.1 reads from too many texts; dates are text here."""
@@ -34,22 +33,8 @@ REPLACED = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,20
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which inserts the keys of other mappings."""
 
-MAX_DEPTH = 32
-"""Maximum levels of sections and lists; the deepest known key has 4."""
-
 MAX_CHARACTERS = 128 * 1024
 """Longest text of a configuration; the parser takes about a second for it."""
-
-MAX_VALUES = 20_000
-"""Most values of a configuration, where an alias (*name) counts as all values of its anchor."""
-
-MAX_BITS = 10_000
-"""Most bits of a whole number; Python does not print one of more than about 14,000."""
-
-MAX_EXPANDED = 1024 * 1024
-"""Longest text that `${...}` may stand for."""
-
-TOO_DEEP = f"sections or lists are nested more than {MAX_DEPTH} levels deep; use fewer levels"
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,13 +49,10 @@ class _Loader(yaml.SafeLoader):
                 continue
             line, known = key.start_mark.line + 1, (key.tag, key.value)
             if known in seen:
-                raise _DuplicateKey(f"is given on line {seen[known]} and again on line {line}; keep one", key.value)
+                message = f"is given on line {seen[known]} and again on line {line}; keep one"
+                raise ConfigError([Problem(key.value, message)])
             seen[known] = line
         return node
-
-
-class _DuplicateKey(Exception):
-    """Arguments: the message and the key."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -91,62 +73,39 @@ def parse_yaml(text: str, source: str) -> Any:
         message = f"{len(text)} characters are too many for a configuration; the most allowed are {MAX_CHARACTERS}"
         raise ConfigError([Problem("", message)], source)
     try:
-        value = yaml.load(text, Loader=_Loader)
-    except _DuplicateKey as error:
-        message, key = error.args
-        raise ConfigError([Problem(key, message)], source) from None
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError as error:
+        raise ConfigError(error.problems, source) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(
-            [Problem("", f"{where}not YAML: {getattr(error, 'problem', None) or error}")], source
-        ) from None
+        message = f"{where}not YAML: {getattr(error, 'problem', None) or error}"
+        raise ConfigError([Problem("", message)], source) from None
     except (ValueError, AttributeError) as error:
         raise ConfigError([Problem("", f"contains a value that is not of its type: {error}")], source) from None
+
+
+@contextmanager
+def nesting_refused(source: str) -> Iterator[None]:
+    """Turns nesting without an end, or too deep for Python, into a ConfigError."""
+    try:
+        yield
     except RecursionError:
-        raise ConfigError([Problem("", TOO_DEEP)], source) from None
-    wrong = _nesting_problem(value, itertools.count(1))
-    if wrong:
-        raise ConfigError([Problem("", wrong)], source)
-    return value
+        message = "sections, lists or ${...} are nested too deep, or an alias (*name) is inside its own anchor (&name)"
+        raise ConfigError([Problem("", message)], source) from None
 
 
-def _nesting_problem(value: Any, count: Iterator[int], inside: tuple[int, ...] = ()) -> str | None:
-    """An error message if a mapping or list contains itself, is nested too deep or has too many values."""
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        return f"has a whole number of more than {MAX_BITS} bits; the largest that any key takes has 63"
-    if next(count) > MAX_VALUES:
-        return f"has more than {MAX_VALUES} values, or aliases (*name) that stand for so many; use fewer"
-    if not isinstance(value, dict | list):
-        return None
-    if id(value) in inside:
-        return "an alias (*name) is inside the section or list of its own anchor (&name)"
-    if len(inside) == MAX_DEPTH:
-        return TOO_DEEP
-    items = value.values() if isinstance(value, dict) else value
-    return next(filter(None, (_nesting_problem(item, count, (*inside, id(value))) for item in items)), None)
-
-
-def read_tree(
-    path: Path,
-    notes: list[Problem],
-    including: Sequence[Path] = (),
-    known: dict[Path, Tree] | None = None,
-    keys: set[str] | None = None,
-) -> Tree:
+def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = (), keys: set[str] | None = None) -> Tree:
     """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
 
     Base files win over earlier ones, and the file itself wins over those before `_self_`, which is last where it is not
-    listed. `notes` receives the remarks of normalisation, `keys` the top-level keys of the file itself. `known` has the
-    files that were read before, by whatever way. A base file may be empty.
+    listed. `notes` receives the remarks of normalisation, `keys` the top-level keys of the file itself. A base
+    file may be empty.
 
     Raises:
         ConfigError: a file is missing, is not a mapping, or includes itself.
     """
     path = Path(os.path.realpath(path))
-    known = {} if known is None else known
-    if path in known:
-        return copy.deepcopy(known[path])
     chain = [*including, path]
     if path in including:
         names = " -> ".join(item.name for item in chain[chain.index(path) :])
@@ -158,8 +117,7 @@ def read_tree(
         keys.update(own)
     merged: Tree = {}
     for base in bases:
-        merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain, known))
-    known[path] = merged
+        merged = merge(merged, own if base is None else _base_tree(base, path, notes, chain))
     return merged
 
 
@@ -176,7 +134,7 @@ UNUSED_BASES = ("deepspeed_*",)
 """Names of base files that may be missing: they hold settings of engines that are not here."""
 
 
-def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Path], known: dict[Path, Tree]) -> Tree:
+def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Path]) -> Tree:
     file = path.parent / (base.name if base.name.endswith((".yaml", ".yml")) else f"{base.name}.yaml")
     if not os.path.isfile(file):
         unused = any(fnmatchcase(file.name, name) for name in UNUSED_BASES)
@@ -190,7 +148,7 @@ def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Pa
             return own
         why = unreachable(file) or f"it does not exist (names are relative to {path.name}){_similar_file(file)}"
         raise ConfigError([Problem("defaults", f"{base.name!r} is not a file: {file}: {why}")], str(path))
-    tree = read_tree(file, notes, chain, known)
+    tree = read_tree(file, notes, chain)
     for part in reversed(base.package.split(".") if base.package else []):
         tree = {part: tree}
     return tree
@@ -268,38 +226,30 @@ def _bases(defaults: Any, path: Path) -> list[_Base | None]:
     """
     entries = [defaults] if isinstance(defaults, str | dict) else defaults or []
     if not isinstance(entries, list) or not all(isinstance(entry, str | dict) for entry in entries):
-        raise ConfigError(
-            [Problem("defaults", f"{defaults!r} is not a list of base files, such as [base.yaml]")], str(path)
-        )
+        message = f"{defaults!r} is not a list of base files, such as [base.yaml]"
+        raise ConfigError([Problem("defaults", message)], str(path))
     bases: list[_Base | None] = []
     for entry in entries:
-        pairs = entry.items() if isinstance(entry, dict) else [(entry, entry)]
-        for group, name in pairs:
-            names = name if isinstance(name, list) else [name]
-            bases += [_base(str(group), each, path) for each in names if not str(group).startswith("override ")]
-    found = [base for base in bases if base is None or base.name]
-    return found if None in found else [*found, None]
+        for group, names in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            for name in names if isinstance(names, list) else [names]:
+                if name == "_self_":
+                    bases.append(None)
+                elif name is not None and not str(group).startswith("override "):
+                    bases.append(_base(str(group), name, path))
+    return bases if None in bases else [*bases, None]
 
 
-def _base(group: str, name: Any, path: Path) -> _Base | None:
-    """One entry of `defaults`: `group` is the name itself where there is no group. A null name means no file."""
-    if name == "_self_":
-        return None
-    if name is None:
-        return _Base("")
+def _base(group: str, name: Any, path: Path) -> _Base:
     if not isinstance(name, str):
         raise ConfigError([Problem("defaults", f"{name!r} is not the name of a base file")], str(path))
-    optional = group.startswith("optional ")
-    group = group.removeprefix("optional ")
-    group, _, package = group.partition("@")
-    if name.removeprefix("optional ") in (group, f"{group}@{package}"):
-        return _Base(group, "" if package in HERE else package, optional)
-    own = package in ("", "_group_")
-    return _Base(f"{group}/{name}", group.replace("/", ".") if own else "" if package in HERE else package, optional)
+    text = group or name
+    first, _, package = text.removeprefix("optional ").partition("@")
+    if package in ("", "_group_"):
+        package = first.replace("/", ".") if group else ""
+    elif package in ("_here_", "_global_"):
+        package = ""
+    return _Base(f"{first}/{name}" if group else first, package, text.startswith("optional "))
 
-
-HERE = ("", "_here_", "_global_")
-"""Marks of Hydra after `@` that put the keys of a base file where the file itself puts its own."""
 
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 """A reference to an environment variable, without a value for the case that it is not set."""
@@ -307,14 +257,11 @@ ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)\s*[.\[}]")
 """The first part of the path that a `${...}` refers to."""
 
-REFERENCE_PATH = re.compile(r"\$\{\s*(\.*)([\w.]+?)\s*\}")
-"""Dots and path of a `${...}` that refers to a key."""
-
 OmegaConf.register_resolver("now", lambda form: datetime.now().strftime(form), use_cache=True, replace=True)
 
 
-MISSING = "???"
-"""Value that OmegaConf refuses: it has to be given."""
+REPLACED_TEXT = re.compile(r"\$\{|\?\?\?")
+"""`${...}`, and the mark of OmegaConf for a value that has to be given."""
 
 
 def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
@@ -329,24 +276,16 @@ def interpolate(tree: Tree, source: str) -> tuple[Tree, list[tuple[str, str]]]:
     """
     unset: list[tuple[str, str]] = []
     tree = _without_unset(tree, "", unset)
-    if _is_plain(tree):
-        return tree, unset
-    try:
-        too_long = _too_long(tree)
-        if too_long:
-            message = f"its ${{...}} stand for a text of more than {MAX_EXPANDED} characters"
-            raise ConfigError([Problem(too_long, message)], source)
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        path = getattr(error, "full_key", None) or ""
-        message = str(error.msg or error).splitlines()[0]
-        hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
-        raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
-    except RecursionError:
-        message = "a ${...} is nested too deep, or refers to others too many times"
-        raise ConfigError([Problem("", message)], source) from None
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}, unset
+    if REPLACED_TEXT.search(repr(tree)):
+        try:
+            resolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            path = getattr(error, "full_key", None) or ""
+            message = str(error.msg or error).splitlines()[0]
+            hint = "; `${key}` sees the values of files and overrides, not defaults" if "not found" in message else ""
+            raise ConfigError([Problem(path, f"cannot be interpolated: {message}{hint}")], source) from None
+        tree = resolved
+    return {str(key): value for key, value in tree.items()}, unset
 
 
 def _without_unset(value: Any, path: str, unset: list[tuple[str, str]]) -> Any:
@@ -366,48 +305,6 @@ def _without_unset(value: Any, path: str, unset: list[tuple[str, str]]) -> Any:
     return value
 
 
-def _too_long(tree: Tree) -> str | None:
-    """Path of a text that would be longer than MAX_EXPANDED with every `${path}` replaced; other forms count as 0."""
-    lengths: dict[tuple[str, ...], int] = {}
-
-    def length(path: tuple[str, ...], inside: frozenset[tuple[str, ...]] = frozenset()) -> int:
-        if path in inside:  # OmegaConf says so
-            return 0
-        if path not in lengths:
-            value: Any = tree
-            for part in path:
-                value = value.get(part) if isinstance(value, Mapping) else None
-            parts = REFERENCE_PATH.findall(value) if isinstance(value, str) else []
-            inside = inside | {path}
-            sums = (length(_absolute(dots, name, path), inside) for dots, name in parts)
-            lengths[path] = (len(value) if isinstance(value, str) else 0) + sum(sums)
-        return lengths[path]
-
-    paths = (tuple(where.split(".")) for where in leaves(tree))
-    return next((".".join(path) for path in paths if length(path) > MAX_EXPANDED), None)
-
-
-def _absolute(dots: str, name: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path that `${name}` means in the value at `path`; one dot is the section of the value, two the one around."""
-    above = path[: max(0, len(path) - len(dots))] if dots else ()
-    return (*above, *name.split("."))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value has nothing to replace, which is faster to find out than to replace nothing."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, str):
-        return "${" not in value and value != MISSING
-    return value is None or isinstance(value, int | float)
-
-
 def referenced(value: Any) -> set[str]:
     """Top-level keys that a `${...}` anywhere in a value refers to."""
-    if isinstance(value, Mapping):
-        return {name for item in value.values() for name in referenced(item)}
-    if isinstance(value, list):
-        return {name for item in value for name in referenced(item)}
-    return set(REFERENCE.findall(value)) if isinstance(value, str) else set()
+    return set(REFERENCE.findall(repr(value)))

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from roll.base.errors import RunError, git_lfs_pointer, unreachable
-from roll.configs.hub.names import local_file
-from roll.configs.hub.splits import READABLE
+from roll.hub.names import local_file
+from roll.hub.splits import READABLE
 
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A JSON escape of a surrogate; a surrogate without its pair is not valid text."""

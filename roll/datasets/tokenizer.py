@@ -12,12 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.hub.names import local_model
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
 from roll.configs.roles import DataArguments
 from roll.datasets.preferences import encode_preferences
 from roll.datasets.sft import encode_sft_data
 from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables
+from roll.hub.names import local_model
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:

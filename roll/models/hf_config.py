@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, family_of, read_model_config, rotary_values
+from roll.configs.model_config import UnsupportedModel, family_of, read_model_config, rotary_values
+from roll.hub.names import CONFIG_NAME
 
 
 @dataclass(frozen=True)

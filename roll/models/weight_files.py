@@ -11,14 +11,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from roll.base.errors import git_lfs_pointer
-from roll.configs.hub.names import WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
-from roll.configs.model_config import (
-    ADAPTER_CONFIG,
-    CONFIG_NAME,
-    VALUE_ARCHITECTURES,
-    UnsupportedModel,
-    read_model_config,
-)
+from roll.configs.model_config import ADAPTER_CONFIG, VALUE_ARCHITECTURES, UnsupportedModel, read_model_config
+from roll.hub.names import CONFIG_NAME, WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
 from roll.models.hf_config import DecoderConfig, decoder_config
 from roll.models.weight_mapping import stage_rules
 

@@ -28,6 +28,7 @@ from roll.distributed.resources import ResourceManager
 from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.worker import Worker
+from roll.plan.inputs import model_names
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Session:
                 await asyncio.sleep(0)
             mappings = {role: worker.device_mapping for role, worker in roles.items()}
             self._resources = ResourceManager(self._platform.name, per_node, mappings)
-            await fetch_on_nodes(config, self._resources)
+            await fetch_on_nodes(model_names(config), config, self._resources)
         resources = self._resources
         roles = {role: worker for role, worker in roles.items() if role not in self.kept}
         names = ", ".join(f"{role} on {count_devices(worker.device_mapping)}" for role, worker in roles.items())

@@ -16,8 +16,7 @@ from typing import Any
 
 from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
-from roll.configs.hub.names import TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
-from roll.configs.model_config import CONFIG_NAME, UnsupportedModel, read_positions
+from roll.configs.model_config import UnsupportedModel, read_positions
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import (
     RewardConfig,
@@ -31,7 +30,6 @@ from roll.configs.rewards import (
 from roll.configs.roles import DataArguments
 from roll.configs.rules.agentic import names_class
 from roll.configs.scoring_roles import JudgeConfig
-from roll.configs.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
@@ -40,6 +38,8 @@ from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
 from roll.envs.registry import BUILT_IN, make_env
 from roll.envs.self_test import EnvTrial, Played, play, try_environments
+from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
+from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.plan.episode_lengths import check_lengths
 from roll.plan.token_trial import first_items, try_tokens

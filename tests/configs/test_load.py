@@ -41,36 +41,19 @@ def test_values_are_interpolated(tmp_path: Path) -> None:
     [
         ('defaults: "\\0"', "is not a file"),
         ('defaults: ["\\uD800"]', "is not a file"),
-        (f"max_steps: 0x{'f' * 50_000}", "a whole number of more than 10000 bits"),
+        (f"max_steps: 0x{'f' * 50_000}", "is not a whole number"),
         (f"exp_name: {'${a:' * 300}{'}' * 300}", "nested too deep|cannot be interpolated"),
-        ("\n".join(f"k{n}: {'${k' + str(n + 1) + '}'}" for n in range(3000)), "too many times|unknown|not found"),
-        (
-            "\n".join(f"{a}: {('${' + b + '}') * 100}" for a, b in ["ab", "bc", "cd", "de"]) + "\ne: " + "x" * 30,
-            "stand for a text of more than 1048576 characters",
-        ),
-        (
-            "s: {" + ", ".join(f"{a}: '{('${.' + b + '}') * 100}'" for a, b in ["ab", "bc", "cd", "de"]) + ", e: xxx}",
-            "stand for a text of more than 1048576 characters",
-        ),
+        ("\n".join(f"k{n}: {'${k' + str(n + 1) + '}'}" for n in range(3000)), "cannot be interpolated"),
         ("exp_name: 'a\u202eb'", "exp_name: 'a.u202eb' has characters that cannot be printed"),
         ('exp_name: "a\\nb"', "has characters that cannot be printed"),
     ],
-    ids=["null byte", "surrogate", "digits", "nested", "chain", "bomb", "relative bomb", "direction", "line break"],
+    ids=["null byte", "surrogate", "digits", "nested", "chain", "direction", "line break"],
 )
 def test_a_hostile_file_is_refused_in_a_second(tmp_path: Path, tree: str, message: str) -> None:
     began = time.process_time()
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, RLVR + tree + "\n"))
     assert time.process_time() - began < 2
-
-
-def test_a_file_that_is_included_by_many_ways_is_read_once(tmp_path: Path) -> None:
-    for number in range(20):
-        (tmp_path / f"d{number}.yaml").write_text(f"defaults: [d{number + 1}, d{number + 1}]\nsave_steps: {number}\n")
-    (tmp_path / "d20.yaml").write_text("max_ckpt_to_keep: 7\n")
-    began = time.process_time()
-    config = load_config(write(tmp_path, "defaults: [d0]\n" + RLVR))
-    assert time.process_time() - began < 2 and (config.max_ckpt_to_keep, config.save_steps) == (7, 0)
 
 
 def test_interpolating_an_unknown_key_is_reported(tmp_path: Path) -> None:
@@ -94,12 +77,6 @@ def test_sections_of_base_and_file_merge_key_by_key(tmp_path: Path) -> None:
     config = rlvr(tmp_path, text="defaults: base\nactor_train:\n  training_args:\n    learning_rate: 2e-6\n")
     assert config.actor_train.training_args.learning_rate == 2e-6
     assert config.actor_train.training_args.gradient_accumulation_steps == 64
-
-
-@pytest.mark.parametrize("listed", ["[base, _self_]", "[base@_here_]", "base.yaml"])
-def test_spellings_of_an_inclusion(tmp_path: Path, listed: str) -> None:
-    write(tmp_path, RLVR, "base.yaml")
-    assert rlvr(tmp_path, text=f"defaults: {listed}\nseed: 3\n").seed == 3
 
 
 def test_merge_keys_put_a_mapping_into_others(tmp_path: Path) -> None:
@@ -139,17 +116,13 @@ def test_overrides_win_and_are_yaml(tmp_path: Path) -> None:
     assert config.actor_train.training_args.learning_rate == 3e-6
 
 
-@pytest.mark.parametrize("text", ["seed", "=3", "actor_train..seed=3"])
-def test_malformed_override_is_reported(tmp_path: Path, text: str) -> None:
-    assert f"override {text!r}: write key=value" in refusal(tmp_path, text)
-
-
-def test_override_with_a_plus_is_reported(tmp_path: Path) -> None:
-    assert "write it without '+'" in refusal(tmp_path, "+seed=3")
-
-
-def test_an_override_of_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    assert "max_step: unknown key; did you mean max_steps?" in refusal(tmp_path, "max_step=3")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(text, f"override {text!r}: write key=value") for text in ("seed", "=3", "actor_train..seed=3")]
+    + [("+seed=3", "write it without '+'")],
+)
+def test_malformed_override_is_reported(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text)
 
 
 @pytest.mark.parametrize("written", ["1e-6", "1.0e-6", "'1e-6'", "0.000001"])
@@ -269,6 +242,7 @@ def test_a_date_is_text(tmp_path: Path) -> None:
         ("[_self_, base]", 1),
         ("[base, _self_]", 2),
         ("['base@_here_']", 2),
+        ("base.yaml", 2),
         ("['base@_global_', 'optional nowhere']", 2),
         ("[{override hydra/launcher: slurm}, base, {nothing: null}]", 2),
         ("['../deepspeed_zero3', base]", 2),

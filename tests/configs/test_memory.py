@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from roll.base.errors import ConfigError
-from roll.configs.memory import gibibytes
+from roll.base.errors import ConfigError, gibibytes
 from roll.configs.model_config import read_model_shape
 from roll.configs.plan import fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
 from tests.configs.samples import DATA, RLVR, SERVER, bytes_of, memory, rlvr

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from roll.base.errors import ConfigError
+from roll.configs.load import load_config
 from tests.configs.samples import RLVR, SFT, refusal
 
 UNKNOWN = {
@@ -70,9 +72,8 @@ MISTYPED = {
     "pipeline=~": "pipeline: null is not one of rlvr, sft",
     "seed=017": "seed: '017' is not a whole number",
     "seed=1:30": "seed: '1:30' is not a whole number",
-    "exp_name=&a [*a]": "an alias (*name) is inside the section or list of its own anchor (&name)",
-    "exp_name=" + "[" * 3000: "sections or lists are nested more than 32 levels deep",
-    f"exp_name={'[' * 33}{']' * 33}": "sections or lists are nested more than 32 levels deep",
+    "exp_name=&a [*a]": "an alias (*name) is inside its own anchor (&name)",
+    "exp_name=" + "[" * 3000: "are nested too deep",
     "exp_name=!!timestamp abc": "contains a value that is not of its type",
     "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "strategy_config: [1] is not a section",
     "track_with=comet": "track_with[0]: 'comet' is not one of tensorboard, wandb, swanlab, mlflow, stdout",
@@ -160,34 +161,19 @@ def test_invalid_yaml_is_explained(tmp_path: Path, text: str, message: str) -> N
     assert message in refusal(tmp_path, text=text)
 
 
-def test_missing_file_is_reported(tmp_path: Path) -> None:
-    from roll.base.errors import ConfigError
-    from roll.configs.load import load_config
-
-    with pytest.raises(ConfigError, match="nowhere.yaml: 1 problem\ncannot be read"):
-        load_config(tmp_path / "nowhere.yaml")
-
-
-def test_missing_file_names_the_most_similar_one(tmp_path: Path) -> None:
-    from roll.base.errors import ConfigError
-    from roll.configs.load import load_config
-
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("nowhere.yaml", "nowhere.yaml: 1 problem\ncannot be read"),
+        ("myrun.yml", r"No such file or directory; did you mean .*/my_run.yaml\?"),
+        ("loop.yaml", "loop.yaml: 1 problem\ncannot be read: Too many levels of symbolic links"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path, file: str, message: str) -> None:
     (tmp_path / "my_run.yaml").touch()
-    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*/my_run.yaml\?"):
-        load_config(tmp_path / "myrun.yml")
-
-
-def test_circular_symlink_is_reported(tmp_path: Path) -> None:
-    from roll.base.errors import ConfigError
-    from roll.configs.load import load_config
-
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
-    with pytest.raises(ConfigError, match="loop.yaml: 1 problem\ncannot be read: Too many levels of symbolic links"):
-        load_config(tmp_path / "loop.yaml")
-
-
-def test_generation_keys_are_unknown_in_sft(tmp_path: Path) -> None:
-    assert "actor_infer: unknown key" in refusal(tmp_path, "actor_infer.device_mapping=[2]", text=SFT)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / file)
 
 
 def test_options_of_an_unknown_engine_are_not_checked(tmp_path: Path) -> None:

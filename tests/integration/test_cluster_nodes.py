@@ -98,23 +98,21 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
     served.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (served / name).write_text("{}")
-    config = BaseConfig(output_dir=str(tmp_path), pretrain="hf://tiny/any")
-    config.actor_train.device_mapping = [0, 1, 2, 3]
-    config.actor_train.model_args.model_name_or_path = "hf://tiny/any"
+    config = BaseConfig(output_dir=str(tmp_path))
     with serve_hub() as hub:
         hub.add("models", "tiny/any", served)
         cache = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
         config.system_envs = {**cache, "TRANSFORMERS_OFFLINE": "0"}
         start_ray(config, "cpu", 2)
         resources = ResourceManager("cpu", 2, {"actor_train": [0, 1, 2, 3]})
-        asyncio.run(fetch_on_nodes(config, resources))
+        asyncio.run(fetch_on_nodes(["tiny/any"], config, resources))
         commit = commit_of(served)
         assert (tmp_path / "cache/hub/models--tiny--any/snapshots" / commit / "model.safetensors").is_file()
         hub.status = 503
         config.system_envs["HF_HOME"] = str(tmp_path / "empty")
         (other,) = [node.address for node in resources.nodes if node.node_id != resources.this_node]
         with pytest.raises(RunError, match=f"node {other}: tiny/any is not a folder here .* answered 503"):
-            asyncio.run(fetch_on_nodes(config, resources))
+            asyncio.run(fetch_on_nodes(["tiny/any"], config, resources))
         resources.release()
 
 

@@ -10,11 +10,11 @@ import torch
 from sglang_host import RemoteEngine, largest_difference
 
 from examples.smollm2_135m.weights import gguf_weights
-from roll.configs.hub.gguf_files import convert, converted_folder
-from roll.configs.hub.names import HubError
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.ray_session import start_ray, stop_ray
+from roll.hub.names import HubError, converted_folder
+from roll.models.gguf_files import convert
 from roll.platforms.cpu_decoder import DecoderSizes, DecoderTensors
 from roll.rollout.types import GenerateRequest, SamplingParams
 from tests.integration.real_weights_scenario import sequences, token_batch

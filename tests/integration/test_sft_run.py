@@ -10,8 +10,7 @@ import pytest
 from runs import ROOT, lines
 
 from examples.tiny_math.problems import write_problems
-from roll.configs.hub.inputs import fetch_model
-from roll.configs.hub.names import HubName
+from roll.hub.find import fetch_model
 from tests.hub_server import go_online, serve_hub
 from tests.integration.shared_runs import SharedRuns
 
@@ -45,7 +44,7 @@ def inputs_by_name(model: Path, cache: Path) -> list[str]:
     with serve_hub() as hub, pytest.MonkeyPatch.context() as patch:
         go_online(hub, cache, patch)
         hub.add("models", "tiny/math", model)
-        fetch_model(HubName("model", "tiny/math"))
+        fetch_model("tiny/math")
     return ["pretrain=tiny/math", f"system_envs.HF_HOME={cache}"]
 
 

@@ -11,14 +11,9 @@ from pathlib import Path
 from roll.base.errors import Report, either, similar_path, unreachable
 from roll.base.schema import MAX_EXPLAINED
 from roll.configs.defaults import OWN_MODEL_ROLES
-from roll.configs.hub.generated import is_generated
-from roll.configs.hub.inputs import folder_files
-from roll.configs.hub.names import HubError, hub_name, local_model, other_reading
-from roll.configs.hub.splits import READABLE
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
 from roll.configs.model_config import (
     ADAPTER_CONFIG,
-    CONFIG_NAME,
     VALUE_ARCHITECTURES,
     ModelShape,
     UnsupportedModel,
@@ -30,8 +25,12 @@ from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import TEMPLATES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
 from roll.configs.scoring_roles import JudgeConfig, ScoringEngineConfig
-from roll.configs.special_tokens import read_tokenizer
 from roll.configs.trackers import METRICS_FILE
+from roll.hub.find import folder_files
+from roll.hub.generated import is_generated
+from roll.hub.names import CONFIG_NAME, HubError, hub_name, local_model, other_reading
+from roll.hub.special_tokens import read_tokenizer
+from roll.hub.splits import READABLE, wanted_splits
 
 LONGEST_NAME = 200
 """Characters of an `exp_name`, which trackers use as the name of a file."""
@@ -68,7 +67,7 @@ def check_files(config: BaseConfig, report: Report) -> None:
         for name in getattr(config, role).data_args.file_name:
             path = f"{role}.data_args.file_name"
             if hub_name(name, "dataset") is not None or is_generated(name):
-                continue  # `roll.configs.hub.inputs` looks it up
+                continue  # `roll.plan.inputs` looks it up
             if os.path.isdir(name):
                 _check_dataset_folder(name, role, config, report)
             elif not name.endswith(READABLE):
@@ -90,7 +89,8 @@ def check_files(config: BaseConfig, report: Report) -> None:
 
 def _check_dataset_folder(name: str, role: str, config: BaseConfig, report: Report) -> None:
     try:
-        folder_files(Path(name), role, getattr(config, role).data_args)
+        args = getattr(config, role).data_args
+        folder_files(Path(name), args.subset, wanted_splits(role, args.split))
     except HubError as error:
         report.missing_resource(f"{role}.data_args.file_name", str(error))
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from roll.configs.model_config import CONFIG_NAME, read_model_config
+from roll.configs.model_config import read_model_config
+from roll.hub.names import CONFIG_NAME
 
 FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),

@@ -18,8 +18,7 @@ import psutil
 
 from roll.base.errors import RunError
 from roll.configs.hardware import compiler_problem
-from roll.configs.hub.names import local_model
-from roll.configs.model_config import CONFIG_NAME, family_of, read_model_config, read_positions
+from roll.configs.model_config import family_of, read_model_config, read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig
 from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
@@ -37,6 +36,7 @@ from roll.distributed.infer.sglang_processes import (
 )
 from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
 from roll.distributed.worker import WorkerRank
+from roll.hub.names import CONFIG_NAME, local_model
 from roll.platforms import get_platform
 from roll.stopped_processes import is_stopped
 

@@ -21,7 +21,6 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.learning_rate import LearningRate
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.hub.names import local_model
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
@@ -45,6 +44,7 @@ from roll.distributed.train.megatron_optimizer import (
     wrap_model,
 )
 from roll.distributed.train.megatron_weights import MegatronWeights
+from roll.hub.names import local_model
 from roll.models.factory import (
     BuildOptions,
     HiddenStateModel,

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from roll.configs.hub.names import WEIGHT_INDEX
-from roll.configs.model_config import CONFIG_NAME
-from roll.configs.special_tokens import special_token_id
 from roll.distributed.weights.plan import WeightSpec
+from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
+from roll.hub.special_tokens import special_token_id
 from roll.models.factory import HiddenStateModel
 from roll.models.hf_config import DecoderConfig
 from roll.models.hf_import import rules_of

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import scoring_role
@@ -24,6 +23,7 @@ from roll.distributed.infer.score_worker import NOTHING_SAMPLED
 from roll.distributed.infer.sglang_engine import scoring_length
 from roll.distributed.remote_call import ShardsClient
 from roll.distributed.train.train_worker import TrainWorker
+from roll.hub.names import local_model
 from roll.pipeline.learning.shards import forward
 from roll.pipeline.session import Session
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion

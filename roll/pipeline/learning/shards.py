@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.configs.hub.names import local_model
 from roll.configs.model_config import read_model_shape
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.train.train_worker import TrainWorker
+from roll.hub.names import local_model
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.base.terminal import EXIT_INTERRUPTED
-from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.pipeline import RLConfig
 from roll.configs.trackers import METRICS_FILE
+from roll.plan.inputs import fetch_inputs
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
     lock_folder,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import ConfigError, unreachable
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig
-from roll.configs.hub.names import local_file
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLVRConfig
 from roll.configs.rewards import built_in_of, rewards_of
 from roll.configs.roles import DataArguments
@@ -20,6 +19,7 @@ from roll.datasets.records import Record, read_records
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.tokenizer import encode_data, token_lengths
 from roll.envs import make_env
+from roll.hub.names import local_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import RunError
-from roll.configs.hub.names import has_tokenizer, local_model
-from roll.configs.model_config import CONFIG_NAME, FAMILIES, read_model_config, rotary_values
+from roll.configs.model_config import FAMILIES, read_model_config, rotary_values
 from roll.datasets.templates import BUILT_IN
 from roll.datasets.tokenizer import load_tokenizer
+from roll.hub.names import CONFIG_NAME, has_tokenizer, local_model
 from roll.models.tiny import write_tiny_model
 
 if TYPE_CHECKING:

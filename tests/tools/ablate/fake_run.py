@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from roll.configs.hardware import prepare_run
-from roll.configs.hub.inputs import fetch_inputs
 from roll.configs.load import load_config
+from roll.plan.inputs import fetch_inputs
 from roll.trackers.files import JsonlTracker, write_run_json
 
 config = load_config(sys.argv[1], sys.argv[2:])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.hub.names import local_model
+from roll.hub.names import local_model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

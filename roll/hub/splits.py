@@ -17,6 +17,9 @@ READABLE = (".jsonl", ".json", ".parquet")
 
 CARD = "README.md"
 
+VALIDATION_SPLITS = ("validation", "test")
+"""Splits that validation reads where none is given, the first that exists."""
+
 SPLIT_NAMES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -33,6 +36,13 @@ Patterns = dict[str, list[str]]
 
 class SplitError(ValueError):
     """A dataset does not have the subset or split; the message lists the available ones."""
+
+
+def wanted_splits(role: str, split: str | None) -> Sequence[str]:
+    """The given split, or those that the data of a role is taken from."""
+    if split is not None:
+        return [split]
+    return VALIDATION_SPLITS if role == "validation" else ["train"]
 
 
 def choose_files(paths: Sequence[str], card: str, subset: str | None, splits: Sequence[str]) -> list[str]:

@@ -13,18 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roll.configs.hub.names import (
-    MODEL_FILES,
-    UNUSED_MODEL_FILES,
-    HubError,
-    HubName,
-    HubUnreachable,
-    is_used,
-    missing_model_files,
-    offline,
-)
-from roll.configs.memory import gibibytes
-from roll.configs.model_config import CONFIG_NAME
+from roll.base.errors import gibibytes
+from roll.hub.fetch import MODEL_FILES, UNUSED_MODEL_FILES, is_used
+from roll.hub.find import Found
+from roll.hub.names import CONFIG_NAME, HubError, HubName, HubUnreachable, missing_model_files, offline
 
 logger = logging.getLogger(__name__)
 
@@ -46,50 +38,33 @@ def cached_model(name: HubName) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def look_up_model(name: HubName) -> tuple[int, int, int]:
-    """Number of files that a run needs, their bytes, and the bytes that are not in the cache; fetches config.json.
+def find_model(name: HubName, whole: bool) -> Found:
+    """The files of a model that a run needs; fetches config.json, and with `whole` all that the cache lacks.
+
+    The library shows its progress and continues partial files.
 
     Raises:
-        HubError: it is not in the cache, and cannot be looked up.
+        HubError: it is not in the cache, and cannot be looked up or fetched.
     """
     folder = cached_model(name)
     if folder is not None and not missing_model_files(folder):
-        sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
-        return len(sizes), sum(sizes), 0
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        return Found(name, list(sizes), sum(sizes.values()), 0)
     with _library_errors(name):
         from modelscope.hub.api import HubApi
         from modelscope.hub.file_download import model_file_download
-
-        files = {
-            str(file["Path"]): int(file.get("Size") or 0)
-            for file in HubApi().get_model_files(name.repo, revision=name.revision, recursive=True)
-            if is_used(str(file["Path"]))
-        }
-        model_file_download(name.repo, CONFIG_NAME, revision=name.revision)
-    return len(files), sum(files.values()), sum(files.values())
-
-
-def fetch_model(name: HubName) -> HubName:
-    """Fetches a model that the cache does not have; the library shows its progress and continues partial files.
-
-    Raises:
-        HubError: it cannot be fetched.
-    """
-    folder = cached_model(name)
-    if folder is not None and not missing_model_files(folder):
-        return name
-    files, size, _ = look_up_model(name)
-    logger.info("fetching %s from ModelScope: %s in %d files", name, gibibytes(size), files)
-    with _library_errors(name):
         from modelscope.hub.snapshot_download import snapshot_download
 
-        snapshot_download(
-            name.repo,
-            revision=name.revision,
-            allow_patterns=list(MODEL_FILES),
-            ignore_patterns=list(UNUSED_MODEL_FILES),
-        )
-    return name
+        listed = HubApi().get_model_files(name.repo, revision=name.revision, recursive=True)
+        sizes = {str(file["Path"]): int(file.get("Size") or 0) for file in listed if is_used(str(file["Path"]))}
+        size = sum(sizes.values())
+        if whole:
+            logger.info("fetching %s from ModelScope: %s in %d files", name, gibibytes(size), len(sizes))
+            used = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(UNUSED_MODEL_FILES)}
+            snapshot_download(name.repo, revision=name.revision, **used)
+        else:
+            model_file_download(name.repo, CONFIG_NAME, revision=name.revision)
+    return Found(name, list(sizes), size, size)
 
 
 @contextmanager

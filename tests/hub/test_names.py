@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.hub.names import HubName, hub_name, local_model, other_reading
+from roll.hub.names import HubName, hub_name, local_model, other_reading
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

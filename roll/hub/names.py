@@ -7,18 +7,15 @@ of huggingface_hub, so other programs find what a run has fetched, and a run fin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from roll.base.errors import RunError
-from roll.configs.model_config import CONFIG_NAME
 
 Kind = Literal["model", "dataset"]
 
@@ -43,6 +40,7 @@ FILE_ENDINGS = frozenset(
 )
 """A text with such an ending is the path of a file."""
 
+CONFIG_NAME = "config.json"
 WEIGHTS = "*.safetensors"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -50,12 +48,8 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Files of which every folder with a tokenizer has one; without them transformers makes one without tokens."""
 
-MODEL_FILES = ("*.json", WEIGHTS, "*.txt", "*.model", "*.jinja", "*.tiktoken")
-UNUSED_MODEL_FILES = ("*/*", "consolidated*", "*.bin.index.json")
-"""Weights in other formats, which many repositories have beside their safetensors."""
-
-LOOK_UP_TIMEOUT_S = 10.0
-"""A hub answers in well under a second; a firewall that drops packets never does."""
+GGUF_FORMAT = 2
+"""Raised when the folder of a GGUF file is made in another way, so that those of the cache are made again."""
 
 
 class HubError(RunError):
@@ -101,46 +95,6 @@ class HubName:
     @property
     def page(self) -> str:
         return f"{endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.repo}"
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a repository; `etag` is its name among the blobs of the cache."""
-
-    path: str
-    size: int
-    etag: str
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files of a repository at one commit."""
-
-    name: HubName
-    commit: str
-    files: tuple[RemoteFile, ...]
-
-    @property
-    def paths(self) -> list[str]:
-        return [file.path for file in self.files]
-
-    @property
-    def pinned(self) -> HubName:
-        """The name with this commit as its revision."""
-        return replace(self.name, revision=self.commit)
-
-    @property
-    def snapshot(self) -> Path:
-        """Where the cache has the files of this commit."""
-        return self.name.storage / "snapshots" / self.commit
-
-    def missing(self, paths: Collection[str]) -> list[RemoteFile]:
-        """The files of `paths` that the cache does not have."""
-        blobs = self.name.storage / "blobs"
-        wanted = [file for file in self.files if file.path in paths]
-        return [
-            file for file in wanted if not (self.snapshot / file.path).exists() and not (blobs / file.etag).exists()
-        ]
 
 
 def hub_name(text: str, kind: Kind) -> HubName | None:
@@ -212,7 +166,7 @@ def cache_folder() -> Path:
 def cached_folder(name: HubName) -> Path | None:
     """The snapshot of the revision in the cache, complete or not; no network."""
     if name.modelscope:
-        from roll.configs.hub.modelscope import cached_model
+        from roll.hub.modelscope import cached_model
 
         return cached_model(name)
     revision = name.revision or "main"
@@ -229,8 +183,6 @@ def local_model(text: str | Path) -> Path:
 
     A name that is not in the cache is returned as a path, which does not exist.
     """
-    from roll.configs.hub.gguf_files import converted_folder, gguf_file
-
     name = hub_name(str(text), "model")
     if name is None:
         file = gguf_file(text)
@@ -238,9 +190,27 @@ def local_model(text: str | Path) -> Path:
     return cached_folder(name) or Path(text)
 
 
+def gguf_file(text: str | Path) -> Path | None:
+    """The GGUF file that names a model: the path itself, or the only one in a folder without safetensors."""
+    path = Path(text)
+    if path.suffix.lower() == ".gguf":
+        return path if os.path.isfile(path) else None
+    if not os.path.isdir(path) or any(path.glob(WEIGHTS)):
+        return None
+    files = list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
+
+
+def converted_folder(file: Path) -> Path:
+    """Where the cache has the model of a GGUF file; another size or time of change makes it another model."""
+    status = file.stat()
+    identity = f"{GGUF_FORMAT} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    return cache_folder() / ".gguf" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
 def local_file(text: str | Path) -> Path:
     """A data file: a path as it is, a file of a hub or generated rows as their copy in the cache; no network."""
-    from roll.configs.hub.generated import Generated, is_generated
+    from roll.hub.generated import Generated, is_generated
 
     if is_generated(str(text)):
         return Generated.parse(str(text)).file
@@ -261,68 +231,3 @@ def missing_model_files(folder: Path) -> list[str]:
 
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in TOKENIZER_FILES)
-
-
-def model_files(listing: Listing) -> list[str]:
-    """The files of a model that a run needs.
-
-    Raises:
-        HubError: it has no config.json or no safetensors.
-    """
-    paths = listing.paths
-    if CONFIG_NAME not in paths:
-        raise HubError(f"{listing.name.page} has no {CONFIG_NAME}, so it is not a model in the Hugging Face layout")
-    if not any(fnmatch(path, WEIGHTS) and "/" not in path for path in paths):
-        raise HubError(f"{listing.name.page} has no {WEIGHTS}; convert the model, and give the path of its folder")
-    return [path for path in paths if is_used(path)]
-
-
-def is_used(path: str) -> bool:
-    """Whether a run needs this file of a model."""
-    needed = any(fnmatch(path, pattern) for pattern in MODEL_FILES)
-    return needed and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
-
-
-def list_files(name: HubName) -> Listing:
-    """The commit and the files of a repository, in one request of at most LOOK_UP_TIMEOUT_S.
-
-    Raises:
-        HubUnreachable: the hub does not answer, or may not be asked.
-        HubError: it has no such repository or revision, or not for this user.
-    """
-    if offline():
-        raise HubUnreachable("HF_HUB_OFFLINE is set")
-    from huggingface_hub import HfApi
-
-    with hub_errors(name):
-        info = HfApi(endpoint=endpoint()).repo_info(
-            name.repo, revision=name.revision, repo_type=name.kind, files_metadata=True, timeout=LOOK_UP_TIMEOUT_S
-        )
-    files = [
-        RemoteFile(file.rfilename, file.size or 0, (file.lfs.sha256 if file.lfs else file.blob_id) or "")
-        for file in getattr(info, "siblings", None) or []
-    ]
-    return Listing(name, str(info.sha), tuple(files))
-
-
-@contextmanager
-def hub_errors(name: HubName) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into one sentence each."""
-    import httpx
-    from huggingface_hub import errors
-
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        message = f"its terms must be accepted at {name.page}, and HF_TOKEN be a token of that account"
-        raise HubError(message) from error
-    except errors.RevisionNotFoundError as error:
-        raise HubError(f"{endpoint()} has {name.repo}, but no revision {name.revision} of it") from error
-    except errors.RepositoryNotFoundError as error:
-        private = "or it is private and HF_TOKEN may not read it"
-        raise HubError(f"{endpoint()} has no {name.kind} of this name, {private}") from error
-    except errors.HfHubHTTPError as error:
-        raise HubUnreachable(f"{endpoint()} answered {error.response.status_code}") from error
-    except (httpx.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise HubUnreachable(f"{endpoint()} cannot be reached ({reason})") from error

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.hub.names import HubError, cache_folder
+from roll.hub.fetch import write_whole
+from roll.hub.names import HubError, cache_folder
 
 SCHEME = "reasoning_gym:"
 SIZES = {"train": 2000, "validation": 200}
@@ -97,10 +97,7 @@ def generate(text: str) -> Path:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise HubError(f"{text}: needs the package reasoning-gym: pip install reasoning-gym")
     rows = list(_rows(data, text))
-    data.file.parent.mkdir(parents=True, exist_ok=True)
-    part = data.file.with_name(f"{data.file.name}.{uuid4().hex}")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part.replace(data.file)
+    write_whole(data.file, "".join(json.dumps(row) + "\n" for row in rows))
     return data.file
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.hub.fetch import fetch
-from roll.configs.hub.names import HubError, HubName, HubUnreachable, cached_folder, list_files, model_files
+from roll.hub.fetch import fetch, list_files, model_files
+from roll.hub.names import HubError, HubName, HubUnreachable, cached_folder
 from tests.hub_server import HubServer, commit_of
 
 NAME = HubName("model", "tiny/random")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.tiny_math.prepare import END, PAD, make_tokenizer
-from roll.configs.special_tokens import special_token, special_token_id
+from roll.hub.special_tokens import special_token, special_token_id
 
 ADDED = {"added_tokens": [{"id": 7, "content": "<pad>"}, {"id": 8, "content": "<end>"}]}
 

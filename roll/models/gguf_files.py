@@ -6,18 +6,15 @@ and the tokenizer; a run adds the weights, dequantised to fp32, which is exact f
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import git_lfs_pointer
-from roll.configs.hub.names import WEIGHT_INDEX, HubError, cache_folder, has_tokenizer
-from roll.configs.model_config import CONFIG_NAME
+from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX, HubError, converted_folder, gguf_file, has_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,32 +59,11 @@ TENSORS = {
 }
 """Name of a tensor in a GGUF file, without `blk.N.` and `.weight` -> name in a Hugging Face folder."""
 
-FORMAT = 2
-"""Raised when a folder is made in another way, so that those of the cache are made again."""
-
 SHARD_BYTES = 1 << 30
 """A file of weights is closed once it has this size; it is held in memory until then."""
 
 PROGRESS_INTERVAL_S = 5.0
 """Time between two log lines."""
-
-
-def gguf_file(text: str | Path) -> Path | None:
-    """The GGUF file that names a model: the path itself, or the only one in a folder without safetensors."""
-    path = Path(text)
-    if path.suffix.lower() == ".gguf":
-        return path if os.path.isfile(path) else None
-    if not os.path.isdir(path) or any(path.glob("*.safetensors")):
-        return None
-    files = list(path.glob("*.gguf"))
-    return files[0] if len(files) == 1 else None
-
-
-def converted_folder(file: Path) -> Path:
-    """Where the cache has the model of this file; another size or time of change makes it another model."""
-    status = file.stat()
-    identity = f"{FORMAT} {file.resolve()} {status.st_size} {status.st_mtime_ns}"
-    return cache_folder() / ".gguf" / f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
 def convert(text: str | Path, weights: bool) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.hub.generated import generate, held_out
-from roll.configs.hub.inputs import fetch_inputs, look_up
-from roll.configs.hub.names import HubError, local_file
 from roll.datasets.prompts import load_prompts
+from roll.hub.generated import generate, held_out
+from roll.hub.names import HubError, local_file
+from roll.plan.inputs import fetch_inputs, look_up
 from tests.configs.samples import rlvr
 
 pytestmark = pytest.mark.slow  # reasoning-gym takes two seconds to import

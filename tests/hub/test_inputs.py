@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from examples.tiny_math.prepare import make_tokenizer
 from roll import cli
-from roll.configs.hub.inputs import fetch_inputs, look_up
-from roll.configs.hub.names import HubError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.plan import Plan, make_plan, print_plan
 from roll.datasets.prompts import load_prompts
 from roll.datasets.tokenizer import load_tokenizer
+from roll.hub.names import HubError
 from roll.models.tiny import write_tiny_model
 from roll.plan.check_inputs import check_inputs
+from roll.plan.inputs import fetch_inputs, look_up
 from tests.configs.samples import RLVR, SERVER, rlvr, write
 from tests.datasets.files import jsonl, row
 from tests.hub_server import HubServer, commit_of, go_offline
@@ -189,7 +189,7 @@ def test_one_file_or_a_pattern_of_a_dataset_can_be_named(tmp_path: Path) -> None
 
 
 def test_modelscope_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("roll.configs.hub.modelscope.installed", lambda: False)
+    monkeypatch.setattr("roll.hub.modelscope.installed", lambda: False)
     monkeypatch.setenv("USE_MODELSCOPE", "0")
     found = look_up(by_name(tmp_path, "model_download_type=MODELSCOPE"))
     assert "pip install modelscope" in str(found.problems[0])

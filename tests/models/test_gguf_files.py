@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from roll.configs.hub.gguf_files import TENSORS, convert, converted_folder, gguf_file
-from roll.configs.hub.names import HubError, local_model
 from roll.configs.model_config import read_model_shape
+from roll.hub.names import HubError, converted_folder, gguf_file, local_model
+from roll.models.gguf_files import TENSORS, convert
 from roll.models.tiny import write_tiny_model
 
 SHAPE = {"num_hidden_layers": 2, "head_dim": 32, "hidden_size": 128, "tie_word_embeddings": True}

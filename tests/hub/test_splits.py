@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.configs.hub.splits import SplitError, choose_files, matching_files
+from roll.hub.splits import SplitError, choose_files, matching_files
 
 GSM8K = [
     "README.md",
