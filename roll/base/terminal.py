@@ -107,7 +107,7 @@ def configure_logging(folder: Path, file: str | None = None) -> None:
         logging.getLogger("roll").addHandler(FileLog(folder / "driver.log"))
     except OSError as error:
         problem = Problem("logging_dir", f"{folder} cannot be written: {error.strerror or error}")
-        raise ConfigError([problem], file) from None
+        raise ConfigError([problem], file or "") from None
 
 
 @contextlib.contextmanager

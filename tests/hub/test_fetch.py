@@ -1,4 +1,4 @@
-"""Downloads: whole, continued after a cut connection and in a later process, and their errors."""
+"""Downloads: whole, once, continued after a cut connection, and their errors."""
 
 from __future__ import annotations
 
@@ -44,28 +44,15 @@ def same(one: Path, other: Path) -> bool:
     return hashlib.sha256(one.read_bytes()).digest() == hashlib.sha256(other.read_bytes()).digest()
 
 
-def test_what_a_run_needs_is_fetched_and_nothing_else(hub: HubServer, folder: Path) -> None:
-    snapshot = fetch_all()
-    assert sorted(path.name for path in snapshot.iterdir()) == [
-        "config.json",
-        "model-1.safetensors",
-        "model-2.safetensors",
-        "tokenizer.json",
-    ]
-    assert same(snapshot / "model-1.safetensors", folder / "model-1.safetensors")
-    assert snapshot == cached_folder(NAME) and snapshot.name == commit_of(folder)
-
-
-def test_huggingface_hub_finds_what_was_fetched(hub: HubServer, folder: Path) -> None:
+def test_what_a_run_needs_is_fetched_once_and_nothing_else(hub: HubServer, folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     snapshot = fetch_all()
-    cache = snapshot.parents[2]
-    assert snapshot_download(NAME.repo, cache_dir=cache, local_files_only=True) == str(snapshot)
-
-
-def test_a_second_fetch_downloads_nothing(hub: HubServer, folder: Path) -> None:
-    fetch_all()
+    wanted = ["config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in snapshot.iterdir()) == wanted
+    assert same(snapshot / "model-1.safetensors", folder / "model-1.safetensors")
+    assert snapshot == cached_folder(NAME) and snapshot.name == commit_of(folder)
+    assert snapshot_download(NAME.repo, cache_dir=snapshot.parents[2], local_files_only=True) == str(snapshot)
     hub.requests.clear()
     fetch_all()
     assert [path for _, path, _ in hub.requests] == ["/api/models/tiny/random"]

@@ -88,26 +88,23 @@ def test_a_run_gets_the_commit_of_its_inputs_and_reads_them_from_the_cache(
     assert [path for _, path, _ in hub.requests if "qwen2" in path] == []
 
 
-def test_everything_in_the_cache_needs_no_network(hub: HubServer, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("down", [False, True])
+def test_everything_in_the_cache_needs_no_network_and_no_hub_that_answers(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path, down: bool
+) -> None:
     fetch_inputs(by_name(tmp_path))
-    go_offline(monkeypatch)
     hub.requests.clear()
+    if down:
+        hub.status = 503
+    else:
+        go_offline(monkeypatch)
     config = by_name(tmp_path)
     plan = planned(config)
     assert plan.warnings == [] and [item.missing_bytes for item in plan.downloads] == [0, 0]
     fetch_inputs(config)
-    assert load_prompts(config.actor_train.data_args.file_name, config.actor_train.data_args)
-    assert hub.requests == []
-
-
-def test_a_hub_that_is_down_is_no_matter_where_the_cache_has_the_model(
-    hub: HubServer, tmp_path: Path, model: Path
-) -> None:
-    fetch_inputs(by_name(tmp_path))
-    hub.status = 503
-    config = by_name(tmp_path)
-    fetch_inputs(config)
     assert config.pretrain == f"hf://{MODEL}@{commit_of(model)}"
+    assert load_prompts(config.actor_train.data_args.file_name, config.actor_train.data_args)
+    assert len(hub.requests) == (2 if down else 0)
 
 
 def test_a_plan_without_a_network_says_what_it_could_not_know(tmp_path: Path, monkeypatch) -> None:

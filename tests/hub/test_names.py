@@ -25,16 +25,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("Qwen/Qwen3-8B@v1.0", HubName("model", "Qwen/Qwen3-8B", "v1.0")),
         (f"hf://a/b@{COMMIT}", HubName("model", "a/b", COMMIT)),
         ("modelscope://a/b", HubName("model", "a/b", modelscope=True)),
-    ],
-)
-def test_a_model_of_an_owner_is_a_name_on_the_hub(text: str, name: HubName) -> None:
-    assert hub_name(text, "model") == name
-    assert hub_name(name.uri, "model") == name
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
         ("openai/gsm8k", HubName("dataset", "openai/gsm8k")),
         ("hf://datasets/a/b@main/data/x.parquet", HubName("dataset", "a/b", "main", "data/x.parquet")),
         (
@@ -43,26 +33,15 @@ def test_a_model_of_an_owner_is_a_name_on_the_hub(text: str, name: HubName) -> N
         ),
     ],
 )
-def test_a_dataset_of_an_owner_is_a_name_on_the_hub(text: str, name: HubName) -> None:
-    assert hub_name(text, "dataset") == name
-    assert hub_name(name.uri, "dataset") == name
+def test_what_has_an_owner_is_a_name_on_the_hub(text: str, name: HubName) -> None:
+    assert hub_name(text, name.kind) == name
+    assert hub_name(name.uri, name.kind) == name
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "gpt2",
-        "./a/b",
-        "../a/b",
-        "/a/b",
-        "~/a",
-        "a/b/c",
-        "models/Qwen",
-        "data/train.jsonl",
-        "a/b.safetensors",
-        "a b/c",
-        "a/",
-    ],
+    ["gpt2", "./a/b", "../a/b", "/a/b", "~/a", "a/b/c", "models/Qwen", "data/train.jsonl", "a/b.safetensors"]
+    + ["a b/c", "a/"],
 )
 def test_everything_else_is_a_path(text: str) -> None:
     assert hub_name(text, "model") is None

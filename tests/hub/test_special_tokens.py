@@ -12,17 +12,9 @@ from examples.tiny_math.prepare import END, PAD, make_tokenizer
 from roll.hub.special_tokens import special_token, special_token_id
 
 ADDED = {"added_tokens": [{"id": 7, "content": "<pad>"}, {"id": 8, "content": "<end>"}]}
-
-
 VOCABULARY = {"model": {"vocab": {"a": 0, "<pad>": 7}}}
 PIECES = {"model": {"vocab": [[text, 0.0] for text in ("a", "b", "c", "d", "e", "f", "g", "<pad>")]}}
 NAMED = {"pad_token": "<pad>"}
-
-
-def write(folder: Path, **files: Any) -> Path:
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    return folder
 
 
 def test_tokens_of_a_saved_tokenizer(tmp_path: Path) -> None:
@@ -35,32 +27,27 @@ def test_tokens_of_a_saved_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("number", "files"),
     [
-        {"tokenizer_config": {"pad_token": "<pad>"}, "tokenizer": ADDED},
-        {"tokenizer_config": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED},
-        {"special_tokens_map": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED},
-        {"tokenizer_config": {"pad_token": "<pad>", "added_tokens_decoder": {"7": {"content": "<pad>"}}}},
-        {"tokenizer_config": NAMED, "tokenizer": VOCABULARY},
-        {"tokenizer_config": NAMED, "tokenizer": PIECES},
-        {"tokenizer_config": NAMED, "tokenizer": ADDED | {"model": {"vocab": {"<pad>": 3}}}},
+        (7, {"tokenizer_config": NAMED, "tokenizer": ADDED}),
+        (7, {"tokenizer_config": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED}),
+        (7, {"special_tokens_map": {"pad_token": {"content": "<pad>"}}, "tokenizer": ADDED}),
+        (7, {"tokenizer_config": NAMED | {"added_tokens_decoder": {"7": {"content": "<pad>"}}}}),
+        (7, {"tokenizer_config": NAMED, "tokenizer": VOCABULARY}),
+        (7, {"tokenizer_config": NAMED, "tokenizer": PIECES}),
+        (7, {"tokenizer_config": NAMED, "tokenizer": ADDED | {"model": {"vocab": {"<pad>": 3}}}}),
+        (None, {}),
+        (None, {"tokenizer_config": {"pad_token": None}, "tokenizer": ADDED}),
+        (None, {"tokenizer_config": "[]", "tokenizer": ADDED}),
+        (None, {"tokenizer_config": NAMED, "tokenizer": "{"}),
+        (None, {"tokenizer_config": NAMED, "tokenizer": {"model": {"vocab": {"a": 0}}}}),
+        (None, {"tokenizer_config": NAMED, "tokenizer": {"model": {"vocab": [["a", 0.0]]}}}),
+        (None, {"tokenizer_config": NAMED, "tokenizer": {"model": None}}),
     ],
 )
-def test_a_token_is_found_where_folders_have_it(tmp_path: Path, files: dict[str, Any]) -> None:
-    assert special_token_id(write(tmp_path, **files), "pad_token") == 7
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"tokenizer_config": {"pad_token": None}, "tokenizer": ADDED},
-        {"tokenizer_config": "[]", "tokenizer": ADDED},
-        {"tokenizer_config": {"pad_token": "<pad>"}, "tokenizer": "{"},
-        {"tokenizer_config": NAMED, "tokenizer": {"model": {"vocab": {"a": 0}}}},
-        {"tokenizer_config": NAMED, "tokenizer": {"model": {"vocab": [["a", 0.0]]}}},
-        {"tokenizer_config": NAMED, "tokenizer": {"model": None}},
-    ],
-)
-def test_a_token_without_an_id_has_none(tmp_path: Path, files: dict[str, Any]) -> None:
-    assert special_token_id(write(tmp_path, **files), "pad_token") is None
+def test_the_id_of_a_token_is_found_where_folders_have_it(
+    tmp_path: Path, number: int | None, files: dict[str, Any]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    assert special_token_id(tmp_path, "pad_token") == number
