@@ -28,7 +28,6 @@ import torch
 
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.memory import memory_plans
-from roll.configs.model_config import ModelShape, read_model_shape
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
     ActorInferConfig,
@@ -48,6 +47,7 @@ from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.plan import make_buckets
 from roll.distributed.weights.shm_buckets import DEVICE_ARGUMENT
 from roll.distributed.worker import WorkerRank
+from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.pipeline.learning.shards import LOG_PROB_KEYS, sample_lengths, training_shards
 from roll.platforms import get_platform, shared_memory

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "roll"
 ORDER = [
     "base",
     "hub",
+    "models.families",
     "configs",
     "algorithms",
     "datasets",
@@ -51,9 +52,14 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def folder_of(path: Path) -> str:
-    """First folder inside roll/; modules outside of the folders (cli.py) may import everything."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+    """The folder of ORDER that a file is in; modules outside of the folders (cli.py) may import everything."""
+    return place_of(".".join(path.relative_to(ROOT).parent.parts))
+
+
+def place_of(module: str) -> str:
+    """The folder of ORDER that has a module or a package; empty if none has."""
+    inside = [folder for folder in ORDER if f"{module}.".startswith(f"roll.{folder}.")]
+    return max(inside, key=len, default="")
 
 
 def type_checking_blocks(tree: ast.Module) -> set[ast.AST]:
@@ -84,10 +90,8 @@ def test_folders_import_only_from_above() -> None:
     for path in files():
         folder = folder_of(path)
         for line, module in imported(path):
-            parts = module.split(".")
-            if not folder or parts[0] != "roll" or len(parts) < 2 or parts[1] not in ORDER:
-                continue
-            if ORDER.index(parts[1]) > ORDER.index(folder):
+            place = place_of(module)
+            if folder and place and ORDER.index(place) > ORDER.index(folder):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
 

@@ -1,4 +1,4 @@
-"""Declarations of keys (`schema`), errors, the terminal, the event log, and the redaction of secrets.
+"""Declarations of keys (`schema`), errors, the terminal, the event log, modules of the user, redaction of secrets.
 
 Imports nothing else of the package.
 """

@@ -10,7 +10,6 @@ from typing import Any
 
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig, CustomEnvConfig, EnvManagerConfig
-from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import proximal_source, ratio_base, traits_of
 from roll.configs.rewards import BUILT_IN, built_in_of, scoring_role
@@ -18,6 +17,8 @@ from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConf
 from roll.configs.rounding import mismatch_bounds
 from roll.hub.generated import held_out, is_generated
 from roll.hub.names import local_model
+from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.shape import read_model_shape
 
 UNKNOWN_SHAPE = 32, 4096
 """Layers and width of a model that is not on this machine yet."""

@@ -10,8 +10,9 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Converter, declared, known_keys, value_at
+from roll.base.schema import Converter, declared, known_keys, one_or_many, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compat import Tree
 from roll.configs.compat.apply import (
@@ -40,6 +41,7 @@ from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVR
 from roll.configs.rules import check
 from roll.configs.suggestions import VERY_SIMILAR, drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
+from roll.configs.user_code import failure_text
 from roll.configs.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig | RewardModelConfig
@@ -135,6 +137,7 @@ def build_config(
     tree, unset = interpolate(tree, source)
     tree = {key: _with_home(value) for key, value in tree.items() if key not in variables}
     tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
+    _load_modules(tree.get("custom_modules"), source)
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
     recipe = Recipe(tree, overridden)
@@ -167,6 +170,17 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _load_modules(value: Any, source: str) -> None:
+    """Imports the modules that `custom_modules` names, which may register values of other keys."""
+    names = [] if value is None else one_or_many(value)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return  # reported with other values of a wrong type
+    try:
+        use_custom_modules(names)
+    except Exception as error:
+        raise ConfigError([Problem("custom_modules", failure_text(error))], source) from error
 
 
 def _with_home(value: Any) -> Any:

@@ -12,11 +12,12 @@ from fractions import Fraction
 
 from roll.base.errors import gibibytes
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
-from roll.configs.model_config import ModelShape, UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring_roles import ScoringEngineConfig
 from roll.hub.names import local_model
+from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.shape import ModelShape, read_model_shape
 
 HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
@@ -98,7 +99,7 @@ def _training_stage(
 ) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size, critic = DTYPE_BYTES[worker.model_args.dtype], worker.value_head
-    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor, value_head=critic)
+    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
     optimizer, host = _optimizer(worker, count, gradient)
     states = [
@@ -293,10 +294,7 @@ def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: M
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
     layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
-    count = max(
-        shape.stage_parameters(stage, layers, layout.tensor, value_head=worker.value_head)
-        for stage in range(layout.pipeline)
-    )
+    count = max(shape.stage_parameters(stage, layers, layout.tensor) for stage in range(layout.pipeline))
     weights = MemoryLine("weights", count * size, f"{count:,} parameters x {size} B")
     lines = [weights, *_forward_lines(config, worker, shape, platform, with_head=not worker.value_head)]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)

@@ -181,6 +181,11 @@ class BaseConfig:
     system_envs: dict[str, str] = option(
         factory=dict, parse=environment, help="Environment variables of every process of the run."
     )
+    custom_modules: list[str] = option(
+        factory=list,
+        parse=one_or_many,
+        help="Modules of yours that register model families; they are imported in every process.",
+    )
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The role that is trained.")
     validation: ValidationConfig = option(
         factory=ValidationConfig,

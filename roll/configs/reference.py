@@ -14,12 +14,12 @@ from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
 from roll.configs.compat.verl import VERL_KEYS
 from roll.configs.load import PIPELINES
-from roll.configs.model_config import ARCHITECTURES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES, TEMPLATES
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
+from roll.models.families.registry import architectures
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
@@ -129,7 +129,7 @@ def _names() -> Iterator[tuple[str, str]]:
     yield "`adv_estimator`", ", ".join(ADV_ESTIMATORS)
     yield "`actor_train.pg_variant`", ", ".join(VARIANT_TRAITS)
     yield "`<role>.data_args.template`", ", ".join(TEMPLATES)
-    yield "`architectures` of the model's config.json", ", ".join(ARCHITECTURES)
+    yield "`architectures` of the model's config.json", ", ".join(architectures())
 
 
 def _spellings() -> Iterator[tuple[str, str]]:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from roll.base.custom_modules import CUSTOM_MODULES
+
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
 
@@ -45,6 +47,7 @@ def thread_environment(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "PYTHONPATH": import_path(),
         "PYTHONSAFEPATH": "1",
+        CUSTOM_MODULES: os.environ.get(CUSTOM_MODULES, ""),
     }
 
 

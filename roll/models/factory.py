@@ -24,11 +24,14 @@ from roll.configs.megatron import (
     stage_layers,
     virtual_stages,
 )
-from roll.configs.model_config import padded_vocabulary
-from roll.models.hf_config import DecoderConfig
+from roll.models.families.layouts import padded_vocabulary
+from roll.models.families.shape import ModelShape
 from roll.models.operators import RotaryTable, rotary_frequencies
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN_POSITIONS = 2048
+"""Longest sequence that Megatron expects of a model whose config.json gives none."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class ValueModel(HiddenStateModel):
         return state
 
 
-def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> list[HiddenStateModel]:
+def build_gpt_model(model: ModelShape, options: BuildOptions) -> list[HiddenStateModel]:
     """This rank's virtual stages of the model, one without `virtual_pipeline_model_parallel_size`, on its device.
 
     Weights are not initialized: `hf_import.import_hf` loads them. Megatron's parallel state must be initialized.
@@ -101,7 +104,7 @@ def build_gpt_model(model: DecoderConfig, options: BuildOptions) -> list[HiddenS
 
 
 def _build_stage(
-    model: DecoderConfig, options: BuildOptions, config: TransformerConfig, part: int | None
+    model: ModelShape, options: BuildOptions, config: TransformerConfig, part: int | None
 ) -> HiddenStateModel:
     """Virtual stage number `part` of this rank, or its only stage."""
     build = partial(ValueModel, value_bias=model.value_bias) if model.value_head else HiddenStateModel
@@ -109,11 +112,11 @@ def _build_stage(
         config,
         _block_spec(model, config, options, part),
         vocab_size=padded_vocabulary(model.vocabulary, options.megatron.tensor_model_parallel_size),
-        max_sequence_length=model.max_positions,
+        max_sequence_length=model.max_positions or UNKNOWN_POSITIONS,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part),
         position_embedding_type="rope" if options.transformer_engine else "none",
-        share_embeddings_and_output_weights=model.tied_embeddings,
+        share_embeddings_and_output_weights=model.tied,
         parallel_output=True,
         vp_stage=part,
     )
@@ -122,7 +125,7 @@ def _build_stage(
     return stage
 
 
-def transformer_config(model: DecoderConfig, options: BuildOptions) -> TransformerConfig:
+def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerConfig:
     """Megatron's config of the model. `calculate_per_token_loss` makes it sum gradients instead of averaging."""
     megatron = options.megatron
     several = megatron.pipeline_model_parallel_size > 1
@@ -137,19 +140,17 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
             recompute["recompute_modules"] = [name for name in megatron.recompute_modules if name in RECOMPUTED_MODULES]
     return TransformerConfig(
         num_layers=model.layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.intermediate,
         num_attention_heads=model.heads,
         num_query_groups=model.kv_heads,
-        kv_channels=model.head_size,
+        kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
         use_te_activation_func=not (options.transformer_engine or megatron.bias_activation_fusion),
         add_bias_linear=False,
-        add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method=_leave_unset,
@@ -180,6 +181,7 @@ def transformer_config(model: DecoderConfig, options: BuildOptions) -> Transform
         and bool(megatron.gradient_accumulation_fusion),
         deterministic_mode=options.deterministic,
         **recompute,
+        **model.family.megatron,
     )
 
 
@@ -198,36 +200,36 @@ def gradient_kernel_available() -> bool:
 
 
 def _block_spec(
-    model: DecoderConfig, config: TransformerConfig, options: BuildOptions, part: int | None
+    model: ModelShape, config: TransformerConfig, options: BuildOptions, part: int | None
 ) -> TransformerBlockSubmodules:
     """Transformer Engine's layers, or those of `local_spec`; logs which of them is used."""
     if options.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm), TENorm, "TE"
+        layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm, "TE"
     else:
         from roll.models.local_spec import RMSNorm, local_layer_spec
 
         rotary = RotaryTable(_frequencies(model))
-        layer, norm, name = local_layer_spec(model.qk_norm, rotary), RMSNorm, "local torch"
+        layer, norm, name = local_layer_spec(config.qk_layernorm, rotary), RMSNorm, "local torch"
     layers = get_num_layers_to_build(config, vp_stage=part)
     logger.info("%s: %d of %d layers use the %s spec", model.architecture, layers, model.layers, name)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 
-def _frequencies(model: DecoderConfig) -> torch.Tensor:
-    return rotary_frequencies(model.rotary, model.head_size).to(torch.cuda.current_device())
+def _frequencies(model: ModelShape) -> torch.Tensor:
+    return rotary_frequencies(model.rotary, model.head_dim).to(torch.cuda.current_device())
 
 
-def _check_options(model: DecoderConfig, options: BuildOptions) -> None:
+def _check_options(model: ModelShape, options: BuildOptions) -> None:
     """Checks that parallel sizes divide the model and that no option is without effect."""
     megatron = options.megatron
     if megatron.apply_rope_fusion and not options.transformer_engine:
         raise ValueError("apply_rope_fusion: true needs Transformer Engine, which this role does not use")
     tensor = megatron.tensor_model_parallel_size
     stage_layers(model.layers, megatron)
-    for name, size in (("attention heads", model.heads), ("FFN width", model.ffn_size)):
+    for name, size in (("attention heads", model.heads), ("FFN width", model.intermediate)):
         if size % tensor:
             raise ValueError(f"tensor_model_parallel_size: {tensor} does not divide the model's {size} {name}")
     if model.kv_heads % tensor and tensor % model.kv_heads:

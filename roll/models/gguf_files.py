@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import git_lfs_pointer
 from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX, HubError, converted_folder, gguf_file, has_tokenizer
+from roll.models.families.registry import families
+from roll.models.families.shape import model_shape
+from roll.models.families.weights import gguf_tensors
 
 if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
 
 logger = logging.getLogger(__name__)
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""`general.architecture` -> `architectures` of config.json."""
 
 SIZES = {
     "num_hidden_layers": "block_count",
@@ -40,24 +40,6 @@ SIZES = {
 SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
 """Special token of config.json -> its name in a GGUF file."""
 
-LAYER = "model.layers.{}."
-TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""Name of a tensor in a GGUF file, without `blk.N.` and `.weight` -> name in a Hugging Face folder."""
 
 SHARD_BYTES = 1 << 30
 """A file of weights is closed once it has this size; it is held in memory until then."""
@@ -126,8 +108,9 @@ def model_config(reader: GGUFReader, file: Path) -> dict[str, Any]:
         HubError: its architecture or a rescaling of its rotary embedding is not supported.
     """
     architecture = _value(reader, "general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise HubError(f"{file}: architecture {architecture} is not supported; known: {', '.join(ARCHITECTURES)}")
+    known = {family.gguf.architecture: family for family in families() if family.gguf is not None}
+    if architecture not in known:
+        raise HubError(f"{file}: architecture {architecture} is not supported; known: {', '.join(known)}")
     names = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in names:
         raise HubError(f"{file}: has no tensor token_embd.weight, so it is not a whole model")
@@ -139,8 +122,8 @@ def model_config(reader: GGUFReader, file: Path) -> dict[str, Any]:
     head_dim = _value(reader, f"{architecture}.attention.key_length") or config["hidden_size"] // heads
     config |= {f"{key}_token_id": _value(reader, f"tokenizer.ggml.{name}_token_id") for key, name in SPECIAL.items()}
     return {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [known[architecture].architecture],
+        "model_type": known[architecture].name,
         **{key: value for key, value in config.items() if value is not None},
         "head_dim": head_dim,
         "vocab_size": int(names["token_embd.weight"].shape[1]),
@@ -155,14 +138,6 @@ def _value(reader: GGUFReader, key: str) -> Any:
     return None if field is None else field.contents()
 
 
-def hugging_face_name(name: str) -> str | None:
-    """The name in a Hugging Face folder of a tensor of a GGUF file; None where it has none."""
-    stem, _, kind = name.rpartition(".")
-    block, _, part = stem.removeprefix("blk.").partition(".") if stem.startswith("blk.") else ("", "", stem)
-    known = TENSORS.get(part)
-    return None if known is None else (LAYER.format(block) if block else "") + f"{known}.{kind}"
-
-
 def _tensors(reader: GGUFReader, config: dict[str, Any], file: Path) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors in fp32 under their names in a Hugging Face folder.
 
@@ -172,21 +147,22 @@ def _tensors(reader: GGUFReader, config: dict[str, Any], file: Path) -> Iterator
     import numpy as np
     from gguf.quants import dequantize
 
+    tensors = gguf_tensors(model_shape(config))
     for tensor in reader.tensors:
-        name = hugging_face_name(tensor.name)
-        if name is None:
+        if tensor.name not in tensors:
             raise HubError(f"{file}: tensor {tensor.name} is not part of a {config['model_type']} model")
         try:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
             raise HubError(f"{file}: tensor {tensor.name} has type {tensor.tensor_type.name}: {error}") from error
-        if config["model_type"] == "llama" and ("q_proj" in name or "k_proj" in name):
+        name, rotary_pairs = tensors[tensor.name]
+        if rotary_pairs:
             values = _half_rotation(values, config["head_dim"])
         yield name, np.ascontiguousarray(values)
 
 
 def _half_rotation(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows of llama's query or key, whose pairs of one rotation stand side by side in GGUF, in halves of a head."""
+    """Rows of query or key, whose pairs of one rotation stand side by side in GGUF, in halves of a head."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from roll.configs.model_config import VALUE_ARCHITECTURES, UnsupportedModel
-from roll.models.hf_config import DecoderConfig
+from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.shape import ModelShape
+from roll.models.families.weights import VALUE_HEAD, WeightRule, stage_rules
 from roll.models.weight_files import open_weights, tensor_files
-from roll.models.weight_mapping import VALUE_HEAD, Rule, stage_rules
 
 
 class HFTensors:
@@ -45,7 +45,7 @@ class HFTensors:
 
 
 @torch.no_grad()
-def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig, rank: int, ranks: int) -> None:
+def import_hf(model: torch.nn.Module, folder: str | Path, config: ModelShape, rank: int, ranks: int) -> None:
     """Sets every parameter of this stage from `folder`, cast to the parameter's dtype, with zeros in padding rows.
 
     A value head is 0 where the folder is that of a language model; its bias also where it has none. A folder's bias
@@ -71,22 +71,23 @@ def import_hf(model: torch.nn.Module, folder: str | Path, config: DecoderConfig,
         shard = rule.layout.shard([tensors.slice_of(name) for name in rule.hf], config, rank, ranks)
         _fill(parameter, shard, rule, tensors.folder)
     if parameters:
-        raise UnsupportedModel(f"{folder}: no HF tensor is mapped to {sorted(parameters)} for family {config.family}")
+        name = config.family.name
+        raise UnsupportedModel(f"{folder}: no HF tensor is mapped to {sorted(parameters)} for family {name}")
 
 
-def _starts_at_zero(rule: Rule, config: DecoderConfig) -> bool:
+def _starts_at_zero(rule: WeightRule, config: ModelShape) -> bool:
     """Whether this part of a value head need not be in the folder."""
-    return config.architecture not in VALUE_ARCHITECTURES or rule.megatron.endswith("bias")
+    return config.architecture not in config.family.value_architectures or rule.megatron.endswith("bias")
 
 
-def rules_of(model: Any, config: DecoderConfig) -> list[Rule]:
+def rules_of(model: Any, config: ModelShape) -> list[WeightRule]:
     """The rules of the parameters of this stage."""
     layers = model.decoder.layers
     first_layer = layers[0].layer_number - 1
     return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process)
 
 
-def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: Rule, folder: Path) -> None:
+def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: WeightRule, folder: Path) -> None:
     rows = shard.shape[0]
     fits = shard.shape[1:] == parameter.shape[1:] and rows <= parameter.shape[0]
     padded = fits and rows < parameter.shape[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from roll.configs.model_config import FAMILIES
+from roll.base.custom_modules import named_object
+from roll.models.families.registry import family_named
 
 TINY_SHAPE: dict[str, Any] = {
     "vocab_size": 101,
@@ -21,15 +22,13 @@ TINY_SHAPE: dict[str, Any] = {
 }
 """Heads times head size differs from the hidden size and the vocabulary is odd, so that size mix-ups show."""
 
-ARCHITECTURE_OF = {family.name: architecture for architecture, family in FAMILIES.items()}
-
 
 def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Writes a HF folder (config and safetensors, no tokenizer) with random weights, norms and biases included.
 
     Args:
         folder: target folder; created if missing.
-        family: name of a family in FAMILIES, such as llama.
+        family: name of a family, such as llama.
         seed: of the weights.
         dtype: of the weights, a name in torch.
         overrides: keys of the HF config that override `TINY_SHAPE`, such as `tie_word_embeddings=True`.
@@ -38,9 +37,9 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
         The folder.
     """
     import torch
-    import transformers
 
-    model_class = getattr(transformers, ARCHITECTURE_OF[family])
+    known = family_named(family)
+    model_class = named_object(known.transformers_class or f"transformers:{known.architecture}")
     config = model_class.config_class(**TINY_SHAPE | {"tie_word_embeddings": False} | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from roll.base.errors import git_lfs_pointer
-from roll.configs.model_config import ADAPTER_CONFIG, VALUE_ARCHITECTURES, UnsupportedModel, read_model_config
 from roll.hub.names import CONFIG_NAME, WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
-from roll.models.hf_config import DecoderConfig, decoder_config
-from roll.models.weight_mapping import stage_rules
+from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_model_config
+from roll.models.families.shape import model_shape
+from roll.models.families.weights import model_rules
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of weights that can be cast to the trained dtype; integers and 8-bit floats need scales."""
@@ -40,26 +40,28 @@ def check_weights(folder: Path, value_head: bool = False) -> list[str]:
         UnsupportedModel: a file cannot be read; a tensor is missing, has another shape or no float dtype; a tensor of
             the model would not be read; an id of a special token is outside of the vocabulary.
     """
-    raw = read_model_config(folder / CONFIG_NAME, value_head)
-    headers, config = read_headers(folder), decoder_config(raw, value_head)
-    rules = stage_rules(config, 0, config.layers, first=True, last=True)
-    names = dict.fromkeys(name for rule in rules for name in rule.hf)
-    optional = {"score.bias"} if raw["architectures"][0] in VALUE_ARCHITECTURES else {"score.weight", "score.bias"}
-    missing = [name for name in names if name not in headers and name not in optional]
+    settings = read_model_config(folder / CONFIG_NAME, value_head)
+    headers, model = read_headers(folder), model_shape(settings, value_head)
+    family = model.family
+    rules = model_rules(model)
+    shapes = {name: shape for rule in rules for name, shape in zip(rule.hf, rule.hf_shapes(model), strict=True)}
+    optional = {"score.bias"} if model.architecture in family.value_architectures else {"score.weight", "score.bias"}
+    missing = [name for name in shapes if name not in headers and name not in optional]
     if missing:
-        raise UnsupportedModel(f"{folder}: a {config.architecture} needs {_several(missing)}")
-    for name in filter(headers.__contains__, names):
-        _check_tensor(name, headers[name], config)
-    _check_special_ids(folder, raw, config.vocabulary)
-    unread = [name for name in headers if name not in names and not name.endswith("rotary_emb.inv_freq")]
-    of_layers = [name for name in unread if name.startswith("model.")]
+        raise UnsupportedModel(f"{folder}: a {model.architecture} needs {_several(missing)}")
+    for name in filter(headers.__contains__, shapes):
+        _check_tensor(name, headers[name], shapes[name])
+    _check_special_ids(folder, settings, model.vocabulary)
+    unread = [name for name in headers if name not in shapes and not name.endswith("rotary_emb.inv_freq")]
+    of_layers = [name for name in unread if name.startswith(family.layer_prefix.partition(".")[0] + ".")]
     if of_layers:
         raise UnsupportedModel(
-            f"{folder}: {_several(of_layers)} cannot be used by a {config.architecture} with num_hidden_layers "
-            f"{config.layers}; correct {CONFIG_NAME}"
+            f"{folder}: {_several(of_layers)} cannot be used by a {model.architecture} with num_hidden_layers "
+            f"{model.layers}; correct {CONFIG_NAME}"
         )
-    unread = [name for name in unread if not (value_head and name == "lm_head.weight")]
-    why = f" (tie_word_embeddings is true in {CONFIG_NAME})" if "lm_head.weight" in unread else ""
+    [head] = family.head.hf
+    unread = [name for name in unread if not (value_head and name == head)]
+    why = f" (tie_word_embeddings is true in {CONFIG_NAME})" if head in unread else ""
     warnings = [f"{folder}: the run does not read {_several(unread)}{why}"] if unread else []
     if (folder / ADAPTER_CONFIG).is_file():
         warnings.append(
@@ -146,24 +148,7 @@ def _read_index(index: Path) -> dict[str, str]:
     return dict(file_of)
 
 
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the matrices of each module; a bias has the first size of its matrix."""
-    hidden, queries, keys = config.hidden_size, config.heads * config.head_size, config.kv_heads * config.head_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_proj": (queries, hidden),
-        "o_proj": (hidden, queries),
-        "score": (1, hidden),
-    }
-    shapes |= dict.fromkeys(("k_proj", "v_proj"), (keys, hidden))
-    shapes |= dict.fromkeys(("gate_proj", "up_proj"), (config.ffn_size, hidden))
-    shapes |= dict.fromkeys(("embed_tokens", "lm_head"), (config.vocabulary, hidden))
-    shapes |= dict.fromkeys(("q_norm", "k_norm"), (config.head_size,))
-    return shapes | {"down_proj": (hidden, config.ffn_size)}
-
-
-def _check_tensor(name: str, header: Header, config: DecoderConfig) -> None:
-    *_, module, kind = name.split(".")
-    expected = _shapes(config).get(module, (config.hidden_size,))[: 1 if kind == "bias" else 2]
+def _check_tensor(name: str, header: Header, expected: tuple[int, ...]) -> None:
     if header.shape != expected:
         shapes = " and ".join(str(list(shape)) for shape in (header.shape, expected))
         raise UnsupportedModel(f"{header.file}: {name} and {CONFIG_NAME} disagree: shapes {shapes}")

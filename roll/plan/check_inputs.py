@@ -16,7 +16,6 @@ from typing import Any
 
 from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
-from roll.configs.model_config import UnsupportedModel, read_positions
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.rewards import (
     RewardConfig,
@@ -40,6 +39,7 @@ from roll.envs.registry import BUILT_IN, make_env
 from roll.envs.self_test import EnvTrial, Played, play, try_environments
 from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
+from roll.models.families.hf_config import UnsupportedModel, read_positions
 from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.plan.episode_lengths import check_lengths
 from roll.plan.token_trial import first_items, try_tokens

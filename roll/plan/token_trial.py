@@ -18,11 +18,12 @@ from psutil import Process
 
 from roll.base.errors import Report, RunError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.model_config import UnsupportedModel, read_model_shape
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import DataArguments
 from roll.configs.user_code import start_user_process
 from roll.hub.names import has_tokenizer, local_model
+from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.shape import read_model_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The decoder layers of a Llama, Qwen2 or Qwen3 in float32 as one C++ call; torch only, without SGLang.
+"""The decoder layers of a dense model in float32 as one C++ call; torch only, without SGLang.
 
 Run operator by operator, most of a decode step of a small model is Python. Here a step costs what its tokens cost, and
 a token's result has the same bits in every batch, prefilled or decoded.

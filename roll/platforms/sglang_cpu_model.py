@@ -1,4 +1,4 @@
-"""Runs the decoder layers of SGLang's Llama, Qwen2 and Qwen3 as one C++ call on a CPU.
+"""Runs the decoder layers of SGLang's dense models as one C++ call on a CPU, for families with `sglang.decoder`.
 
 In decode, and in extend, where requests with the same tokens, such as the samples of one prompt, are computed once:
 their keys and values are copied. What the call does not take (half precision, tensor parallelism, LoRA, quantised
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from roll.base.custom_modules import named_object
+from roll.models.families.registry import families
 from roll.platforms.cpu_decoder import CpuDecoder, DecoderSizes, DecoderTensors
 from roll.platforms.cpu_kernels import CpuKernels
 
@@ -153,12 +155,10 @@ def _is_plain(model: Any, runner: Any) -> bool:
     """Whether the model and its cache are of the kind that the call computes; its tensors are compared by `fit`."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-    from sglang.srt.models.llama import LlamaModel
-    from sglang.srt.models.qwen2 import Qwen2Model
-    from sglang.srt.models.qwen3 import Qwen3Model
 
     options = runner.server_args
-    if type(model) not in (LlamaModel, Qwen2Model, Qwen3Model) or options.tp_size != 1 or options.pp_size != 1:
+    decoders = {named_object(family.sglang.decoder) for family in families() if family.sglang.decoder}
+    if type(model) not in decoders or options.tp_size != 1 or options.pp_size != 1:
         return False
     if options.enable_lora or options.forward_hooks or options.debug_tensor_dump_output_folder:
         return False

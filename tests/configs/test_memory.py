@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from roll.base.errors import ConfigError, gibibytes
-from roll.configs.model_config import read_model_shape
 from roll.configs.plan import fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
+from roll.models.families.shape import read_model_shape
 from tests.configs.samples import DATA, RLVR, SERVER, bytes_of, memory, rlvr
 
 MEGATRON = "actor_train.strategy_args.strategy_config"

@@ -15,9 +15,9 @@ from rich.console import Console
 from roll.base.errors import ConfigError, gibibytes
 from roll.configs.hardware import Hardware, prepare_run
 from roll.configs.load import load_config
-from roll.configs.model_config import read_model_shape
 from roll.configs.parallel_layout import spans
 from roll.configs.plan import Plan, fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
+from roll.models.families.shape import read_model_shape
 from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

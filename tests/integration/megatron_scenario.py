@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from roll.base.custom_modules import use_custom_modules
 from roll.datasets.batch import DataProto
 from tests.integration.rank_pool import RankContext
 
@@ -53,7 +54,8 @@ def training_batch(data_rank: int, data_ranks: int, size: int) -> DataProto:
 
 
 def run(context: RankContext) -> None:
-    """Everything; `arguments`: models (family to folder), variants (name to options)."""
+    """Everything; `arguments`: custom_modules, models (family to folder), variants (name to options)."""
+    use_custom_modules(context.arguments["custom_modules"])
     _timed(context, "join", _join, context)
     for family, model in context.arguments["models"].items():
         _timed(context, f"score {family}", _score_and_export, context, family, Path(model))

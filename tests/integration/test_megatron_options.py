@@ -145,8 +145,8 @@ def same_layers() -> None:
 
 def _model(layers: int) -> Any:
     """A decoder's shape; only its layers matter here."""
-    values: dict[str, Any] = {"layers": layers, "hidden_size": 64, "ffn_size": 128, "heads": 4, "kv_heads": 2}
-    values |= {"head_size": 16, "norm_epsilon": 1e-6, "qkv_bias": False, "qk_norm": False}
+    values: dict[str, Any] = {"layers": layers, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}
+    values |= {"head_dim": 16, "norm_epsilon": 1e-6, "family": types.SimpleNamespace(megatron={})}
     return types.SimpleNamespace(**values)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from roll.configs.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
+from tests.models.renamed_llama import write_renamed
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +29,10 @@ FAMILIES = {
     },
     "qwen2": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "qwen3": {"tie_word_embeddings": True},
+    "renamed": {},
 }
+"""Options of each family's model; `renamed` is a family of the user, with the weights of llama."""
+OWN_FAMILY = "tests.models.own_family"
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PLAIN_OPTIMIZER = {"use_distributed_optimizer": False}
 VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
@@ -118,7 +122,9 @@ SAME_AS_ONE_RANK = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: write_tiny_model(root / family, family, **options) for family, options in FAMILIES.items()}
+    built_in = {name: options for name, options in FAMILIES.items() if name != "renamed"}
+    folders = {family: write_tiny_model(root / family, family, **options) for family, options in built_in.items()}
+    return folders | {"renamed": write_renamed(folders["llama"], root / "renamed")}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +136,7 @@ def run(models, rank_pool, tmp_path_factory):
             "tests.integration.megatron_scenario:run",
             sizes,
             folders[layout],
+            custom_modules=[OWN_FAMILY],
             models=models if layout in SCORED else {},
             trained=models["qwen3"],
             variants=VARIANTS[layout],
@@ -148,7 +155,8 @@ def expected(models):
 
     values = {}
     for family, folder in models.items():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        known = models["llama"] if family == "renamed" else folder
+        model = transformers.AutoModelForCausalLM.from_pretrained(known, dtype=torch.float32)
         for side in ("right", "left"):
             batch = token_batch(side)
             with torch.no_grad():

@@ -1,29 +1,66 @@
-"""Every model family has its part in each place that the docstring of `FAMILIES` lists."""
+"""What every model family gives, and a family of the user."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from roll.configs.model_config import FAMILIES
+from roll.base import custom_modules
+from roll.base.errors import ConfigError
+from roll.configs.load import load_config
 from roll.datasets.templates import BUILT_IN
 from roll.distributed.infer.sglang_checksums import EngineChecksums
-from roll.models.hf_config import read_hf_config
-from roll.models.tiny import ARCHITECTURE_OF, write_tiny_model
-from roll.models.weight_mapping import stage_rules
-from roll.tools.rehearse.model import CHATML_END, END_OF_TURN, FAMILY_NAMES, NATIVE_TEMPLATE
+from roll.models.families import registry
+from roll.models.families.family import ModelFamily
+from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.layouts import TRAINED_VOCABULARY_MULTIPLE
+from roll.models.families.shape import known_model_shape
+from roll.models.families.weights import gguf_tensors, model_rules
+from roll.models.tiny import write_tiny_model
+from roll.models.weight_files import check_weights
+from tests.configs.samples import SFT
+from tests.models.renamed_llama import write_renamed
 
-NAMES = [family.name for family in FAMILIES.values()]
+FAMILIES = registry.families()
+NAMES = [family.name for family in FAMILIES]
+OWN = "tests.models.own_family"
+
+
+@pytest.fixture
+def only_built_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets after the test which modules of the user were imported."""
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
+    monkeypatch.setattr(custom_modules, "_loaded", set(custom_modules._loaded))
+    monkeypatch.setenv(custom_modules.CUSTOM_MODULES, "")
+    yield
+    sys.modules.pop(OWN, None)
+
+
+@pytest.fixture
+def own_family(only_built_in: None) -> str:
+    custom_modules.use_custom_modules([OWN])
+    return "renamed"
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_a_tiny_model_has_exactly_the_tensors_of_the_rules(family: str, tmp_path: Path) -> None:
-    config = read_hf_config(write_tiny_model(tmp_path, family))
-    rules = stage_rules(config, 0, config.layers, first=True, last=True)
-    assert (config.family, config.architecture) == (family, ARCHITECTURE_OF[family])
-    assert load_file(tmp_path / "model.safetensors").keys() == {name for rule in rules for name in rule.hf}
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_rules_are_exactly_the_tensors_of_a_model_with_their_shapes(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path, family, tie_word_embeddings=tied, vocab_size=6 * TRAINED_VOCABULARY_MULTIPLE)
+    model, tensors = known_model_shape(folder), load_file(folder / "model.safetensors")
+    rules = model_rules(model)
+    assert (model.family.name, model.tied) == (family, tied)
+    shapes = {name: shape for rule in rules for name, shape in zip(rule.hf, rule.hf_shapes(model), strict=True)}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+    assert model.stage_parameters(0, [model.layers], 1) == sum(tensor.numel() for tensor in tensors.values())
+    assert {tensor.hf for tensor in gguf_tensors(model).values()} == shapes.keys()
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -34,11 +71,64 @@ def test_it_is_known_how_an_engine_splits_each_tensor(family: str, tmp_path: Pat
     assert {name.rpartition("@")[2] for name in checksums.result()} == {"0", "1"}
 
 
-def test_a_rehearsal_recognises_every_family_by_its_name() -> None:
-    assert {architecture for _, architecture in FAMILY_NAMES} == FAMILIES.keys()
+@pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
+def test_a_rehearsal_has_the_template_of_a_family_and_the_token_that_ends_its_turns(
+    family: ModelFamily,
+) -> None:
+    assert family.rehearsal.names.search(family.architecture)
+    assert family.rehearsal.end_of_turn in BUILT_IN[family.rehearsal.template].markers
 
 
-def test_a_rehearsal_has_the_template_of_every_family_and_the_token_that_ends_its_turns() -> None:
-    assert NATIVE_TEMPLATE.keys() == set(NAMES) >= END_OF_TURN.keys()
-    for family, template in NATIVE_TEMPLATE.items():
-        assert END_OF_TURN.get(family, CHATML_END) in BUILT_IN[template].markers
+@pytest.mark.usefixtures("only_built_in")
+def test_a_family_of_a_module_that_the_file_names_is_planned(tmp_path: Path) -> None:
+    folder = write_renamed(write_tiny_model(tmp_path / "llama", "llama"), tmp_path / "own")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{SFT}\ncustom_modules: {OWN}\n")
+    config = load_config(file, [f"pretrain={folder}"])
+    assert config.custom_modules == [OWN]
+    assert check_weights(folder) == []
+    own, llama = known_model_shape(folder), known_model_shape(tmp_path / "llama")
+    assert own.family.name == "renamed"
+    assert own.stage_parameters(0, [own.layers], 1) == llama.stage_parameters(0, [llama.layers], 1)
+
+
+@pytest.mark.usefixtures("only_built_in")
+def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_family.py").write_text("1 / 0\n")
+    (tmp_path / "config.yaml").write_text(f"{SFT}\ncustom_modules: [broken_family]\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "config.yaml")
+    [problem] = error.value.problems
+    assert problem.path == "custom_modules" and "broken_family.py:1: ZeroDivisionError" in problem.message
+
+
+def test_a_family_of_an_installed_package_is_known(tmp_path: Path) -> None:
+    package = tmp_path / "own-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[{custom_modules.GROUP}]\nrenamed = {OWN}\n")
+    code = "from roll.models.families.registry import architectures; print(*architectures())"
+    assert "RenamedForCausalLM" in printed(code, tmp_path)
+
+
+def test_families_are_read_without_torch(tmp_path: Path) -> None:
+    assert "torch" not in printed("import sys, roll.models.families.shape; print(*sys.modules)", tmp_path)
+
+
+def printed(code: str, folder: Path) -> list[str]:
+    """Words that a new process prints, which finds packages in `folder` too."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[2])))}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.split()
+
+
+def test_two_families_do_not_share_a_name(own_family: str) -> None:
+    with pytest.raises(ValueError, match="model family renamed .* is known"):
+        registry.register_family(registry.family_named(own_family))
+
+
+def test_a_family_of_no_module_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["RenamedForCausalLM"]}')
+    with pytest.raises(UnsupportedModel, match="architectures: RenamedForCausalLM is not supported; known: Llama"):
+        known_model_shape(tmp_path)

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from roll.configs.model_config import read_model_shape
 from roll.hub.names import HubError, converted_folder, gguf_file, local_model
-from roll.models.gguf_files import TENSORS, convert
+from roll.models.families.shape import known_model_shape, read_model_shape
+from roll.models.families.weights import gguf_tensors
+from roll.models.gguf_files import convert
 from roll.models.tiny import write_tiny_model
 
 SHAPE = {"num_hidden_layers": 2, "head_dim": 32, "hidden_size": 128, "tie_word_embeddings": True}
@@ -50,17 +51,13 @@ def write_gguf(path: Path, architecture: str, quantization: GGMLQuantizationType
     writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    gguf_names = {name: part for part, name in TENSORS.items()}
-    for name, values in load_file(folder / "model.safetensors").items():
-        stem, _, kind = name.rpartition(".")
-        layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        block = f"blk.{layer}." if stem.startswith("model.layers.") else ""
-        weights = values.float().numpy()
-        if architecture == "llama" and ("q_proj" in part or "k_proj" in part):
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in gguf_tensors(known_model_shape(folder)).items():
+        weights = tensors[tensor.hf].float().numpy()
+        if architecture == "llama" and ("q_proj" in tensor.hf or "k_proj" in tensor.hf):
             weights = weights.reshape(-1, 2, 16, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
         used = quantization if weights.ndim > 1 else GGMLQuantizationType.F32
-        stored = quantize(np.ascontiguousarray(weights), used)
-        writer.add_tensor(f"{block}{gguf_names[part if block else stem]}.{kind}", stored, raw_dtype=used)
+        writer.add_tensor(name, quantize(np.ascontiguousarray(weights), used), raw_dtype=used)
     for name in extra:
         writer.add_tensor(name, np.ones(4, dtype=np.float32))
     writer.write_header_to_file()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roll.models.hf_config import decoder_config
+from roll.models.families.shape import model_shape
 from roll.models.operators import RotaryTable, rms_norm, rotary_frequencies, swiglu, take_rows
 
 
@@ -46,9 +46,9 @@ def test_rotary_frequencies_equal_transformers(kind):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     hf = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32, rope_parameters=SCALINGS[kind])
-    ours = decoder_config(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    ours = model_shape(hf.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     expected = LlamaRotaryEmbedding(hf).inv_freq
-    torch.testing.assert_close(rotary_frequencies(ours.rotary, ours.head_size), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rotary_frequencies(ours.rotary, ours.head_dim), expected, rtol=1e-6, atol=0)
 
 
 def test_rotation_and_its_gradient_equal_transformers():

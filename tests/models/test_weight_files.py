@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from roll.configs.model_config import UnsupportedModel
+from roll.models.families.hf_config import UnsupportedModel
 from roll.models.tiny import write_tiny_model
 from roll.models.weight_files import NoWeights, check_weights, read_headers
 

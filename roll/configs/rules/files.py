@@ -12,15 +12,6 @@ from roll.base.errors import Report, either, similar_path, unreachable
 from roll.base.schema import MAX_EXPLAINED
 from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
-from roll.configs.model_config import (
-    ADAPTER_CONFIG,
-    VALUE_ARCHITECTURES,
-    ModelShape,
-    UnsupportedModel,
-    family_of,
-    read_model_shape,
-    read_positions,
-)
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import TEMPLATES, EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.rules.learning import check_name
@@ -31,6 +22,9 @@ from roll.hub.generated import is_generated
 from roll.hub.names import CONFIG_NAME, HubError, hub_name, local_model, other_reading
 from roll.hub.special_tokens import read_tokenizer
 from roll.hub.splits import READABLE, wanted_splits
+from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_positions
+from roll.models.families.registry import value_architectures
+from roll.models.families.shape import ModelShape, read_model_shape
 
 LONGEST_NAME = 200
 """Characters of an `exp_name`, which trackers use as the name of a file."""
@@ -257,7 +251,7 @@ def _check_own_model(role: str, path: str, name: str | None, report: Report) -> 
         return
     with contextlib.suppress(UnsupportedModel):  # reported with those of other roles
         shape = read_model_shape(local_model(name), value_head=True)
-        if shape is not None and shape.architecture not in VALUE_ARCHITECTURES:
+        if shape is not None and shape.architecture not in value_architectures():
             report.error(
                 path,
                 f"{name} is a {shape.architecture}, which has no head for scores; use a reward model, such as a "
@@ -276,7 +270,7 @@ def _check_scoring_length(role: str, worker: ScoringEngineConfig, name: str, rep
 
 
 def check_head_sizes(config: BaseConfig, platform: str, report: Report) -> None:
-    """On a CPU, SGLang reads no `head_dim` of a Qwen2: its engine would end where that is not hidden / heads."""
+    """On a CPU, SGLang reads no `head_dim` of some families: an engine would end where that is not hidden / heads."""
     if platform != "cpu":
         return
     for role, worker in config.device_roles().items():
@@ -284,7 +278,7 @@ def check_head_sizes(config: BaseConfig, platform: str, report: Report) -> None:
         if name is not None and isinstance(worker, EngineRoleConfig):
             with contextlib.suppress(UnsupportedModel):  # of a judge; `check_models` refuses that of another role
                 shape = read_model_shape(local_model(name), worker.value_head)
-        if shape is None or family_of(shape.architecture).name != "qwen2":
+        if shape is None or shape.family.sglang.reads_head_dim:
             continue
         if shape.head_dim != shape.hidden // shape.heads:
             report.error(

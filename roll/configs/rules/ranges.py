@@ -9,13 +9,13 @@ from pathlib import Path
 
 from roll.base.errors import Report
 from roll.base.schema import value_at
-from roll.configs.model_config import read_positions
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import EngineRoleConfig
 from roll.configs.rules.files import obstacle
 from roll.configs.rules.learning import LOWEST_TEMPERATURE
 from roll.configs.scoring_roles import ScoringEngineConfig
 from roll.hub.names import local_model
+from roll.models.families.hf_config import read_positions
 
 YEAR_S = 366 * 86400.0
 """Longest time in seconds that is accepted; far longer ones overflow in the clocks of threads and sockets."""

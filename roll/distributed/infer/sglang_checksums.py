@@ -4,52 +4,43 @@ SGLang can report a checksum of every parameter it computes with. It stores othe
 key and value are one parameter, gate and up are one, and each rank holds its slice. This module arranges the sent
 tensors in the same way and computes the same checksum. Equal checksums prove, for every parameter on every rank, that
 the engine computes with exactly the bytes the trainer sent: none is missing, additional, or altered by the transport or
-the engine's loader. It covers the model families whose linear layers are named as in llama.
+the engine's loader. How a family's tensors are fused and split is in its weight rules.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from roll.configs.model_config import read_model_config
-from roll.hub.names import CONFIG_NAME
-
-FUSED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-}
-"""Layer by its HF name: the parameter it is part of, and the parts of that parameter in order."""
-
-SPLIT_BY_ROWS = ("q_proj", "gate_proj", "up_proj")
-SPLIT_BY_HEADS = ("k_proj", "v_proj")
-SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
-WHOLE = ("norm.weight",)
-"""Ends of the names of tensors that every rank has whole: norms of layers, of heads, and the last one."""
-
-ENGINE_VOCABULARY_MULTIPLE = 64
-"""SGLang pads the vocabulary with rows of zeros to a multiple of this (the training side has its own multiple)."""
+from roll.models.families.shape import ModelShape, known_model_shape
+from roll.models.families.weights import WeightRule, model_rules
 
 
-def engine_parameter(name: str) -> str:
-    """The engine's parameter that contains the tensor of HF name `name`."""
-    match = re.fullmatch(r"(.*\.)(\w+)(\.weight|\.bias)", name)
-    return f"{match[1]}{FUSED[match[2]][0]}{match[3]}" if match is not None and match[2] in FUSED else name
+class Place(NamedTuple):
+    """Where an engine has a tensor: part number `part` of the parameter that `rule` makes."""
+
+    parameter: str
+    part: int
+    rule: WeightRule
+
+
+def engine_places(model: ModelShape) -> dict[str, Place]:
+    """The place of every tensor of a model by its HF name."""
+    return {
+        name: Place(rule.engine or name, part, rule) for rule in model_rules(model) for part, name in enumerate(rule.hf)
+    }
 
 
 class EngineChecksums:
     """Computes the checksums that the engine will report, from tensors added one by one in any order."""
 
-    def __init__(self, kv_heads: int, tied: bool, tensor_parallel: int) -> None:
-        """Args are key-value heads and tied embeddings of the model, and the number of ranks of the engine."""
-        self._kv_heads, self._tied, self._ranks = kv_heads, tied, tensor_parallel
+    def __init__(self, model: ModelShape, tensor_parallel: int) -> None:
+        """For `model` on an engine of `tensor_parallel` ranks."""
+        self._model, self._ranks = model, tensor_parallel
+        self._places = engine_places(model)
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._result: dict[str, str] = {}
 
@@ -58,30 +49,31 @@ class EngineChecksums:
         """For the model in a HF folder.
 
         Raises:
-            UnsupportedModel: as `read_model_config`.
+            UnsupportedModel: as `known_model_shape`.
         """
-        config = read_model_config(folder / CONFIG_NAME)
-        kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        return cls(kv_heads, config.get("tie_word_embeddings", False), tensor_parallel)
+        return cls(known_model_shape(folder), tensor_parallel)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Adds one whole tensor under its HF name, in the dtype the engine computes in.
 
-        Parts of a fused parameter are kept until the last of them was added.
+        Parts of a fused parameter are kept until the last of them was added. The head of a model with tied embeddings
+        is left out.
 
         Raises:
-            ValueError: as `_slice`.
+            ValueError: the model has no such tensor.
         """
-        parameter, layer = engine_parameter(name), name.split(".")[-2]
-        if parameter == name:
-            if not (self._tied and name == "lm_head.weight"):
-                self._finish(name, [(name, tensor)])
+        if self._model.tied and name in self._model.family.head.hf:
             return
-        order = FUSED[layer][1]
+        if name not in self._places:
+            raise ValueError(f"{name}: is not a tensor of a {self._model.architecture}; add its rule to the family")
+        parameter, _, rule = self._places[name]
+        if parameter == name:
+            self._finish(parameter, [(name, tensor)])
+            return
         parts = self._parts.setdefault(parameter, {})
-        parts[layer] = tensor.detach().clone()
-        if len(parts) == len(order):
-            self._finish(parameter, [(part, parts[part]) for part in order])
+        parts[name] = tensor.detach().clone()
+        if len(parts) == len(rule.hf):
+            self._finish(parameter, [(part, parts[part]) for part in rule.hf])
             del self._parts[parameter]
 
     def result(self) -> dict[str, str]:
@@ -91,8 +83,8 @@ class EngineChecksums:
             ValueError: a part of a fused parameter was not added.
         """
         for parameter, parts in self._parts.items():
-            order = next(names for fused, names in FUSED.values() if f".{fused}." in parameter)
-            missing = ", ".join(name for name in order if name not in parts)
+            rule = self._places[next(iter(parts))].rule
+            missing = ", ".join(name for name in rule.hf if name not in parts)
             raise ValueError(f"{parameter}: {missing} was not sent, only {', '.join(parts)}")
         return dict(self._result)
 
@@ -102,37 +94,8 @@ class EngineChecksums:
             self._result[f"{parameter}@{rank}"] = checksum(slices)
 
     def _slice(self, name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of the tensor on rank `rank` of the engine.
-
-        Raises:
-            ValueError: there are several ranks, and it is not known how SGLang splits the tensor.
-        """
-        if name.endswith(SPLIT_BY_VOCABULARY):
-            return _vocabulary_slice(tensor, rank, self._ranks)
-        if self._ranks == 1:
-            return tensor
-        if name in SPLIT_BY_ROWS:
-            return tensor.chunk(self._ranks, 0)[rank]
-        if name in SPLIT_BY_HEADS:
-            copies = max(1, self._ranks // self._kv_heads)
-            return tensor.chunk(self._ranks // copies, 0)[rank // copies]
-        if name.endswith(SPLIT_BY_COLUMNS):
-            return tensor.chunk(self._ranks, 1)[rank]
-        if name.endswith(WHOLE):
-            return tensor
-        raise ValueError(
-            f"{name}: it is not known how SGLang splits this tensor over {self._ranks} ranks; add it to one of "
-            "SPLIT_BY_... or to WHOLE in roll/distributed/infer/sglang_checksums.py"
-        )
-
-
-def _vocabulary_slice(tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """Rows of rank `rank`, with zeros where the padded vocabulary has no token."""
-    rows = -(-tensor.shape[0] // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks
-    held = tensor[rank * rows : (rank + 1) * rows]
-    if held.shape[0] == rows:
-        return held
-    return torch.cat([held, held.new_zeros(rows - held.shape[0], *tensor.shape[1:])])
+        _, part, rule = self._places[name]
+        return rule.layout.engine_slice(tensor, part, self._model, rank, self._ranks)
 
 
 def checksum(slices: list[torch.Tensor]) -> str:

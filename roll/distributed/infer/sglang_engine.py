@@ -18,7 +18,6 @@ import psutil
 
 from roll.base.errors import RunError
 from roll.configs.hardware import compiler_problem
-from roll.configs.model_config import family_of, read_model_config, read_positions
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import TORCH_DTYPES, EngineRoleConfig
 from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
@@ -36,7 +35,9 @@ from roll.distributed.infer.sglang_processes import (
 )
 from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
 from roll.distributed.worker import WorkerRank
-from roll.hub.names import CONFIG_NAME, local_model
+from roll.hub.names import local_model
+from roll.models.families.hf_config import read_positions
+from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
 from roll.stopped_processes import is_stopped
 
@@ -409,8 +410,8 @@ def value_model_arguments(folder: str, deterministic: bool) -> dict[str, Any]:
     The names of the classes are not those of SGLang, which has others for the same folders: a class that could not be
     imported is an error. With `deterministic` a score depends on no cached prefix of another sequence.
     """
-    family = family_of(read_model_config(Path(folder) / CONFIG_NAME, value_head=True)["architectures"][0])
-    overrides = {"architectures": [f"{family.name.capitalize()}ValueModel"]}
+    family = known_model_shape(folder, value_head=True).family
+    overrides = {"architectures": [family.scorer_name]}
     return {
         "is_embedding": True,
         "json_model_override_args": json.dumps(overrides),

@@ -11,11 +11,13 @@ import contextlib
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
-from roll.distributed.infer.sglang_checksums import engine_parameter
+from roll.distributed.infer.sglang_checksums import Place, engine_places
 from roll.distributed.infer.sglang_engine import Engine, EngineError, EngineNotRunningError
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.worker import Worker, WorkerRank, register
+from roll.hub.names import local_model
+from roll.models.families.shape import known_model_shape
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
@@ -49,6 +51,7 @@ class WeightReceiver(Worker):
         self._update_begun = False
         self._joined: set[str] = set()
         self._parameters: set[str] = set()
+        self._places: dict[str, Place] = {}
 
     def _reset_engine(self) -> None:
         """Resets the state of an engine that died; the next one does not serve, and is in no group or update."""
@@ -139,6 +142,8 @@ class WeightReceiver(Worker):
             self._session_open = False
         if not self._parameters:
             self._parameters = {name.rpartition("@")[0] for name in await self.checksums()}
+            model = known_model_shape(local_model(self.config.model_args.model_name_or_path or ""))
+            self._places = engine_places(model)
         await self._control("begin_weight_update", BeginWeightUpdateReqInput(), "begin the update")
         self._session_open = True
 
@@ -174,9 +179,13 @@ class WeightReceiver(Worker):
         )
         names = specs[0].name if len(specs) == 1 else f"{specs[0].name} to {specs[-1].name}"
         await self._control("update_weights_from_distributed", message, f"receive {len(specs)} tensors ({names})")
-        unknown = [spec.name for spec in specs if engine_parameter(spec.name) not in self._parameters]
+        unknown = [name for name in message.names if not self._has(name)]
         if unknown:  # SGLang drops these with a line in its log
             raise EngineError(f"{self.engine.name}: the model has no parameter for {', '.join(unknown)}")
+
+    def _has(self, name: str) -> bool:
+        """Whether the engine has a parameter for a tensor, by its HF name."""
+        return name in self._places and self._places[name].parameter in self._parameters
 
     @register(deadline="sync_timeout_s")
     async def receive_shared(self, handles: list[bytes]) -> None:

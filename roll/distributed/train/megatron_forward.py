@@ -20,8 +20,8 @@ from tensordict import TensorDict
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.distributed.train.micro_batch import MicroBatch, make_micro_batch
 from roll.models.factory import HiddenStateModel
+from roll.models.families.shape import ModelShape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
-from roll.models.hf_config import DecoderConfig
 from roll.models.local_spec import PackedSamples
 from roll.models.operators import take_rows
 
@@ -43,7 +43,7 @@ class ForwardPass:
 
     wrapped: Sequence[torch.nn.Module]
     stages: Sequence[HiddenStateModel]
-    model: DecoderConfig
+    model: ModelShape
     device: torch.device
     packed: bool = False
     """Micro-batches are computed without padding, see `MicroBatch`."""

@@ -52,7 +52,7 @@ from roll.models.factory import (
     gradient_kernel_available,
     transformer_engine_available,
 )
-from roll.models.hf_config import DecoderConfig, read_hf_config
+from roll.models.families.shape import ModelShape, known_model_shape
 from roll.models.hf_import import import_hf
 from roll.platforms.platform import Platform
 
@@ -96,7 +96,7 @@ class MegatronInferStrategy:
         """
         folder = self.model_folder
         role = self.worker_config
-        self.model: DecoderConfig = read_hf_config(folder, role.value_head, role.value_bias)
+        self.model: ModelShape = known_model_shape(folder, role.value_head, role.value_bias)
         self.device = self.platform.torch_device(0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

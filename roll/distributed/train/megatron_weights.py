@@ -18,9 +18,9 @@ from roll.distributed.weights.plan import WeightSpec
 from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
 from roll.models.factory import HiddenStateModel
-from roll.models.hf_config import DecoderConfig
+from roll.models.families.shape import ModelShape
+from roll.models.families.weights import WeightRule
 from roll.models.hf_import import rules_of
-from roll.models.weight_mapping import TIED_HEAD, Rule
 
 FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would make it larger."""
@@ -35,14 +35,14 @@ class MegatronWeights:
         folder: HF folder that the model came from.
     """
 
-    def __init__(self, stages: Sequence[HiddenStateModel], model: DecoderConfig, folder: Path) -> None:
+    def __init__(self, stages: Sequence[HiddenStateModel], model: ModelShape, folder: Path) -> None:
         self._model, self.folder = model, folder
         self._dtype = stages[0].config.params_dtype
-        self._weights: list[tuple[Rule, torch.nn.Parameter]] = []
+        self._weights: list[tuple[WeightRule, torch.nn.Parameter]] = []
         """Tied embeddings are sent and exported once, by the first stage."""
         for stage in stages:
             parameters = dict(stage.named_parameters())
-            rules = [rule for rule in rules_of(stage, model) if rule != TIED_HEAD]
+            rules = [rule for rule in rules_of(stage, model) if not rule.is_copy]
             self._weights += [(rule, parameters[rule.megatron]) for rule in rules]
 
     def specs(self) -> list[WeightSpec]:
@@ -84,10 +84,10 @@ class MegatronWeights:
         for rule, parameter in self._weights:
             shard = parameter.detach()
             for part, name in enumerate(rule.hf):
-                yield name, partial(rule.layout.write, shard, part=part, config=self._model, rank=rank)
+                yield name, partial(rule.layout.write, shard, part=part, model=self._model, rank=rank)
 
     def _start_gather(
-        self, rule: Rule, parameter: torch.nn.Parameter, everywhere: bool
+        self, rule: WeightRule, parameter: torch.nn.Parameter, everywhere: bool
     ) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
         """A started gather, and where it puts the shards; None for those of a rank that only sends."""
         shard = parameter.detach()
@@ -138,7 +138,7 @@ class MegatronWeights:
         yield f"model-stage{number:02}-{count:03}.safetensors", tensors
 
 
-def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: DecoderConfig) -> None:
+def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: ModelShape) -> None:
     """Config (with the dtype now written, and the class of a value model), generation settings and tokenizer."""
     for path in source.iterdir():
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != WEIGHT_INDEX:
@@ -151,14 +151,14 @@ def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: Dec
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _value_settings(source: Path, model: DecoderConfig) -> dict[str, Any]:
+def _value_settings(source: Path, model: ModelShape) -> dict[str, Any]:
     """Settings by which transformers loads a value model: of each token with a bias, of the whole sequence without.
 
     The class for sequences takes the value of the last token that is not `pad_token_id`, so that is the tokenizer's.
     """
     kind, label = ("Token", "value") if model.value_bias else ("Sequence", "reward")
     settings: dict[str, Any] = {
-        "architectures": [f"{model.architecture.partition('For')[0]}For{kind}Classification"],
+        "architectures": [f"{model.family.stem}For{kind}Classification"],
         "id2label": {"0": label},
         "label2id": {label: 0},
     }

@@ -12,7 +12,7 @@ One weight update, in order:
    `WeightReceiver.join_broadcast_groups`. On a CPU training ranks open the memory of `shm_buckets.py` instead.
 5. `train/weight_sender.py`: the remote methods of a training rank. It takes the tensors, under their HF names, from
    `roll/distributed/train/megatron_weights.py`, which renames and merges Megatron's parameters by the rules of
-   `roll/models/weight_mapping.py`, and broadcasts them or writes them to shared memory.
+   `roll/models/families/weights.py`, and broadcasts them or writes them to shared memory.
 6. `infer/weight_receiver.py`: the remote methods of an engine. It passes each bucket to SGLang, whose `load_weights` of
    the model copies the tensors into the engine's parameters. A patch in `roll/platforms/sglang_cpu_platform.py` makes
    SGLang read the CPU memory of `shm_buckets.py`.

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 
-from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import scoring_role
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
@@ -24,6 +23,7 @@ from roll.distributed.infer.sglang_engine import scoring_length
 from roll.distributed.remote_call import ShardsClient
 from roll.distributed.train.train_worker import TrainWorker
 from roll.hub.names import local_model
+from roll.models.families.shape import read_model_shape
 from roll.pipeline.learning.shards import forward
 from roll.pipeline.session import Session
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion

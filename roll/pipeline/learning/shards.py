@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.configs.model_config import read_model_shape
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.train.train_worker import TrainWorker
 from roll.hub.names import local_model
+from roll.models.families.shape import read_model_shape
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -114,7 +114,7 @@ def sample_costs(lengths: Sequence[int], role: MegatronRoleConfig) -> list[float
 @cache
 def _crossover_length(model: str | None, value_head: bool) -> float:
     shape = None if model is None else read_model_shape(local_model(model), value_head)
-    return math.inf if shape is None else shape.crossover_length(value_head)
+    return math.inf if shape is None else shape.crossover_length()
 
 
 def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:

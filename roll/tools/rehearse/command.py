@@ -19,8 +19,8 @@ from roll.base.errors import RunError
 from roll.base.terminal import make_console
 from roll.configs.hardware import prepare_run
 from roll.configs.load import build_config, load_config
-from roll.configs.model_config import UnsupportedModel
 from roll.configs.pipeline import BaseConfig
+from roll.models.families.hf_config import UnsupportedModel
 from roll.tools.processes import CONSOLE_LOG
 from roll.tools.show.command import tokenizer_decode
 from roll.tools.terminal import integer, option_error

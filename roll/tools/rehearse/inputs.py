@@ -46,7 +46,7 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     if isinstance(recipe, RLVRConfig) and recipe.uses_reward_model:
         add_score_head(Path(models[recipe.reward.model_args.model_name_or_path or ""]))
     kind = f"a stand-in tokenizer, since {why}" if why else f"its own tokenizer of {len(tokenizer)} tokens"
-    described = f"a random {source.architecture} (known from {source.basis}) with {kind}"
+    described = f"a random {source.family.architecture} (known from {source.basis}) with {kind}"
     say(f"model: {described}")
     reasons = {"model": described}
     if isinstance(recipe, AgenticConfig):

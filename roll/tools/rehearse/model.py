@@ -11,23 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import RunError
-from roll.configs.model_config import FAMILIES, read_model_config, rotary_values
 from roll.datasets.templates import BUILT_IN
 from roll.datasets.tokenizer import load_tokenizer
 from roll.hub.names import CONFIG_NAME, has_tokenizer, local_model
+from roll.models.families.family import ModelFamily
+from roll.models.families.hf_config import read_model_config, rotary_values
+from roll.models.families.registry import families, family_named, family_of
 from roll.models.tiny import write_tiny_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FAMILY_NAMES = (
-    (re.compile(r"qwen-?3", re.I), "Qwen3ForCausalLM"),
-    (re.compile(r"qwen|qwq", re.I), "Qwen2ForCausalLM"),
-    (re.compile(r"llama", re.I), "LlamaForCausalLM"),
-)
-"""Names of models -> architecture, first match; for models whose config.json is not on this machine."""
-
-DEFAULT_ARCHITECTURE = "Qwen2ForCausalLM"
+DEFAULT_FAMILY = "qwen2"
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
 
@@ -59,33 +54,21 @@ PROBE_SHAPE = (8, 64)
 KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
 """Settings of a config.json that the random model has too."""
 
-CHATML_END = "<|im_end|>"
-
-END_OF_TURN = {"llama": "<|eot_id|>"}
-"""End token of a family's stand-in tokenizer; of the others it is that of ChatML."""
-
-NATIVE_TEMPLATE = {"llama": "llama3", "qwen2": "qwen2_5", "qwen3": "qwen3"}
-"""Built-in chat template that stands in for a family's own."""
-
 
 @dataclass(frozen=True)
 class ModelSource:
     """What is known about a model of the recipe.
 
     Attributes:
-        architecture: as in `FAMILIES`.
+        family: of the model.
         settings: of its config.json; empty if that is not on this machine.
         basis: how the architecture is known.
     """
 
     name: str
-    architecture: str
+    family: ModelFamily
     settings: dict[str, Any]
     basis: str
-
-    @property
-    def family(self) -> str:
-        return FAMILIES[self.architecture].name
 
 
 def find_model(name: str) -> ModelSource:
@@ -97,15 +80,14 @@ def find_model(name: str) -> ModelSource:
     file = local_model(name) / CONFIG_NAME
     if file.is_file():
         raw = read_model_config(file, value_head=True)
-        architecture = raw["architectures"][0].partition("For")[0] + "ForCausalLM"
-        return ModelSource(name, architecture, raw, "its config.json")
+        return ModelSource(name, family_of(raw["architectures"][0]), raw, "its config.json")
     label = Path(name).name
-    for pattern, architecture in FAMILY_NAMES:
-        if pattern.search(label):
+    for family in reversed(families()):
+        if family.rehearsal.names.search(label):
             size = SIZE.search(label)
             tied = size is not None and float(size[1]) <= LARGEST_TIED
-            return ModelSource(name, architecture, {"tie_word_embeddings": tied}, "its name")
-    return ModelSource(name, DEFAULT_ARCHITECTURE, {}, "an assumption, as its name does not tell")
+            return ModelSource(name, family, {"tie_word_embeddings": tied}, "its name")
+    return ModelSource(name, family_named(DEFAULT_FAMILY), {}, "an assumption, as its name does not tell")
 
 
 def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[PreTrainedTokenizerBase, str]:
@@ -124,33 +106,34 @@ def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[Pr
         return stand_in_tokenizer(source.family, stop_strings), str(error)
 
 
-def stand_in_tokenizer(family: str, words: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+def stand_in_tokenizer(family: ModelFamily, words: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """A tokenizer with one token per byte, the markers of every built-in chat template, and these words.
 
     Its chat template is the built-in one of the family.
     """
+    import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     markers = sorted({marker for template in BUILT_IN.values() for marker in template.markers})
-    end = END_OF_TURN.get(family, CHATML_END)
+    end = family.rehearsal.end_of_turn
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([end, *alphabet])}
     options: dict[str, Any] = {
         "pad_token": end,
         "eos_token": end,
         "additional_special_tokens": [marker for marker in markers if marker != end],
-        "chat_template": BUILT_IN[NATIVE_TEMPLATE[family]].jinja,
+        "chat_template": BUILT_IN[family.rehearsal.template].jinja,
         "clean_up_tokenization_spaces": False,
         "model_max_length": POSITIONS,
     }
-    if family.startswith("qwen"):  # transformers reads the folder of such a model with this class
-        tokenizer: PreTrainedTokenizerBase = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=end, **options)
+    if family.rehearsal.tokenizer is not None:
+        tokenizer_class = getattr(transformers, family.rehearsal.tokenizer)
+        tokenizer: PreTrainedTokenizerBase = tokenizer_class(vocab=vocabulary, merges=[], unk_token=end, **options)
     else:
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **options)
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, **options)
     tokenizer.add_tokens([word for word in dict.fromkeys(words) if word not in tokenizer.get_vocab()])
     return tokenizer
 
@@ -171,7 +154,7 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     positions = max(POSITIONS, source.settings.get("max_position_embeddings") or 0)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     shape = SHAPE | {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "initializer_range": SPREAD}
-    write_tiny_model(folder, source.family, seed, **shape, **settings, **ids)
+    write_tiny_model(folder, source.family.name, seed, **shape, **settings, **ids)
     tokenizer.save_pretrained(folder)
     digits = [token for token in (tokenizer.get_vocab().get(digit) for digit in "0123456789") if token is not None]
     prefer_tokens(folder, [tokenizer.eos_token_id, *digits])

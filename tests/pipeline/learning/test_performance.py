@@ -6,7 +6,7 @@ import transformers
 from tensordict import TensorDict
 from torch.utils.flop_counter import FlopCounterMode
 
-from roll.configs.model_config import read_model_shape
+from roll.models.families.shape import read_model_shape
 from roll.models.tiny import write_tiny_model
 from roll.pipeline.learning.performance import Performance
 from roll.platforms import get_platform

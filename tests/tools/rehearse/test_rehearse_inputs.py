@@ -11,7 +11,6 @@ import yaml
 
 from roll.base.errors import RunError
 from roll.configs.load import build_config
-from roll.configs.model_config import read_model_shape
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.datasets.prompts import load_prompts
@@ -19,6 +18,8 @@ from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data
 from roll.datasets.templates import TEMPLATES, ConversationEncoder
 from roll.datasets.tokenizer import load_tokenizer
+from roll.models.families.registry import family_named
+from roll.models.families.shape import read_model_shape
 from roll.rewards.calling import RewardRequest
 from roll.rewards.reward_process import load_reward_function
 from roll.tools.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, longest_messages, write_data
@@ -46,7 +47,7 @@ def test_the_architecture_is_known_from_the_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the demo makes a model of one of these names
     source = find_model(name)
-    assert (source.architecture, source.settings.get("tie_word_embeddings")) == (architecture, tied)
+    assert (source.family.architecture, source.settings.get("tie_word_embeddings")) == (architecture, tied)
 
 
 def test_a_config_on_this_machine_decides() -> None:
@@ -58,10 +59,10 @@ def test_a_config_on_this_machine_decides() -> None:
 def test_a_stand_in_tokenizer_works_with_every_template_after_saving(family: str, tmp_path: Path) -> None:
     name = {"qwen2": "Qwen2.5-7B", "qwen3": "Qwen3-8B", "llama": "Llama-3.1-8B"}[family]
     source = find_model(name)
-    made = stand_in_tokenizer(family, ["</answer>"])
+    made = stand_in_tokenizer(family_named(family), ["</answer>"])
     folder = write_model(source, made, tmp_path / "model", seed=0)
     shape = read_model_shape(folder)
-    assert shape is not None and shape.vocabulary == len(made) and shape.architecture == source.architecture
+    assert shape is not None and shape.vocabulary == len(made) and shape.architecture == source.family.architecture
     tokenizer = load_tokenizer(str(folder))
     for template in TEMPLATES:
         if template != "none":
@@ -107,7 +108,7 @@ def test_own_rows_keep_their_columns_and_every_reward_gets_some(tmp_path: Path) 
     ]
     config = rlvr_config(write_rows(tmp_path, rows), REWARDS)
     config.actor_train.data_args.ground_truth = "answer"
-    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path / "data", 8)
+    data = write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path / "data", 8)
     written = [json.loads(line) for line in Path(data.files[0]).read_text().splitlines()]
     assert written == [*rows[:7], rows[50]]
     assert data.reason == "" and data.prompt_tokens > 20
@@ -118,7 +119,7 @@ def test_own_rows_keep_their_columns_and_every_reward_gets_some(tmp_path: Path) 
 def test_stand_in_rows_have_the_columns_of_the_recipe_and_every_tag(tmp_path: Path) -> None:
     config = rlvr_config("/nowhere/problems.jsonl", REWARDS)
     config.actor_train.data_args.prompt = "question"
-    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path, 8)
+    data = write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path, 8)
     assert data.reason == "/nowhere/problems.jsonl is not on this machine: stand-in rows"
     prompts = load_prompts(data.files, config.actor_train.data_args)
     assert len(prompts) == 8
@@ -131,12 +132,12 @@ def test_stand_in_rows_have_the_columns_of_the_recipe_and_every_tag(tmp_path: Pa
 def test_a_row_of_the_recipe_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     config = rlvr_config(write_rows(tmp_path, [{"question": "?"}]))
     with pytest.raises(DatasetError, match=r"own.jsonl:1: no column 'prompt'"):
-        write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path / "data", 8)
+        write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path / "data", 8)
 
 
 def test_stand_in_pairs_of_sft_have_answers(tmp_path: Path) -> None:
     config = build_config(yaml.safe_load(SFT))
-    data = write_data(config, "actor_train", stand_in_tokenizer("qwen2"), tmp_path, 16)
+    data = write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path, 16)
     pairs = load_sft_data(data.files, config.actor_train.data_args)
     assert len(pairs) == 16 and all(pair.response for pair in pairs)
     assert data.sequence_tokens > data.prompt_tokens

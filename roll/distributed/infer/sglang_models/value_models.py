@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.models.llama_reward import LlamaForSequenceClassification
-from sglang.srt.models.qwen2_classification import Qwen2ForSequenceClassification
-from sglang.srt.models.qwen3_classification import Qwen3ForSequenceClassification
+
+from roll.base.custom_modules import named_object
+from roll.models.families.family import ModelFamily
+from roll.models.families.registry import families
 
 
-class ValueHead(torch.nn.Linear):
+class ScoreHead(torch.nn.Linear):
     """One value [N, 1] in fp32 of hidden states [N, hidden], as Megatron's `ValueHead` computes it.
 
     The weight is NaN until one is loaded, so that a folder without it gives no scores; the bias is 0.
@@ -31,28 +32,15 @@ class ValueHead(torch.nn.Linear):
         return F.linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
-class LlamaValueModel(LlamaForSequenceClassification):  # type: ignore[misc]  # SGLang is not typed
-    """A reward model of Llama."""
+def scorer_class(family: ModelFamily) -> type:
+    """SGLang's sequence classifier of a family, with this head."""
+    base = named_object(family.sglang.scorer or "")
 
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
-        self.score = ValueHead(config.hidden_size)
+    def __init__(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        base.__init__(self, config, *args, **options)
+        self.score = ScoreHead(config.hidden_size)
 
-
-class Qwen2ValueModel(Qwen2ForSequenceClassification):  # type: ignore[misc]
-    """A reward model of Qwen2."""
-
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
-        self.score = ValueHead(config.hidden_size)
+    return type(family.scorer_name, (base,), {"__init__": __init__, "__module__": __name__})
 
 
-class Qwen3ValueModel(Qwen3ForSequenceClassification):  # type: ignore[misc]
-    """A reward model of Qwen3."""
-
-    def __init__(self, config: Any, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
-        self.score = ValueHead(config.hidden_size)
-
-
-EntryClass = [LlamaValueModel, Qwen2ValueModel, Qwen3ValueModel]
+EntryClass = [scorer_class(family) for family in families() if family.sglang.scorer]

@@ -3,20 +3,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.models.hf_config import decoder_config
-from roll.models.weight_mapping import (
-    EMBEDDING,
-    LAYER,
-    GatedPair,
-    GroupedQKV,
-    InputSplit,
-    Replicated,
-    Vocabulary,
-    padded_vocabulary,
-    stage_rules,
-)
+from roll.models.families.decoder import EMBEDDING, LAYER
+from roll.models.families.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary, padded_vocabulary
+from roll.models.families.shape import model_shape
+from roll.models.families.weights import stage_rules
 
-CONFIG = decoder_config(
+CONFIG = model_shape(
     {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": 4,
@@ -59,7 +51,7 @@ def test_merge_and_write_are_inverse_to_shard(case, ranks):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(16, 2, 8), (32, 4, 16), (8, 1, 8), (16, 2, 16)])
 def test_ranks_may_have_parts_of_heads(heads, kv_heads, ranks):
-    config = replace(CONFIG, heads=heads, kv_heads=kv_heads, head_size=8)
+    config = replace(CONFIG, heads=heads, kv_heads=kv_heads, head_dim=8)
     tensors = [torch.randn(rows * 8, 5) for rows in (heads, kv_heads, kv_heads)]
     written = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     for rank in range(ranks):
@@ -89,8 +81,7 @@ def test_pipeline_stages_together_have_all_rules():
 
 
 def test_the_last_stage_has_a_copy_of_tied_embeddings():
-
-    tied = replace(CONFIG, tied_embeddings=True)
+    tied = replace(CONFIG, tied=True)
     last = stage_rules(tied, 2, 2, first=False, last=True)
-    assert last[-1].hf == EMBEDDING.hf and last[-1].megatron == "output_layer.weight"
+    assert last[-1].is_copy and last[-1].hf == EMBEDDING.hf and last[-1].megatron == "output_layer.weight"
     assert "output_layer.weight" not in [rule.megatron for rule in stage_rules(tied, 0, 4, True, True)]

@@ -1,0 +1,121 @@
+"""The weights of a model: their names in Megatron, Hugging Face folders, SGLang and GGUF files, and their shapes.
+
+Weight updates, import, export, checksums, GGUF files and the estimates of memory all read these rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from roll.models.families.layouts import GroupedQKV, Layout, Replicated
+
+if TYPE_CHECKING:
+    from roll.models.families.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """One Megatron parameter, and the tensors that it is made of elsewhere.
+
+    Attributes:
+        megatron: name of the parameter.
+        hf: names of its tensors in a Hugging Face folder.
+        layout: how these make the parameter, and how it is split over ranks.
+        size: shape of the whole parameter, in numbers and in names of those of `ModelShape`.
+        engine: SGLang's parameter of all tensors together; empty: each is one under its own name.
+        gguf: names of the tensors in a GGUF file.
+        is_copy: of a weight of another stage; imported, but not sent or exported.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    size: tuple[int | str, ...]
+    engine: str = ""
+    gguf: tuple[str, ...] = ()
+    is_copy: bool = False
+
+    def shape(self, model: ModelShape) -> tuple[int, ...]:
+        """Shape of the whole parameter, without padding."""
+        return tuple(each if isinstance(each, int) else getattr(model, each) for each in self.size)
+
+    def hf_shapes(self, model: ModelShape) -> list[tuple[int, ...]]:
+        """Shape of each tensor in a Hugging Face folder."""
+        return self.layout.hf_shapes(self.shape(model), 1, model)
+
+    def count(self, model: ModelShape) -> int:
+        """Numbers of the whole parameter."""
+        return math.prod(self.shape(model))
+
+    def of_layer(self, index: int, layer: int, prefix: str) -> WeightRule:
+        """With full names: layer number `layer` of the model, and `index` of its pipeline stage."""
+        hf = prefix.format(layer)
+        return replace(
+            self,
+            megatron=f"decoder.layers.{index}.{self.megatron}",
+            hf=tuple(hf + name for name in self.hf),
+            engine=self.engine and hf + self.engine,
+            gguf=tuple(f"blk.{layer}.{name}" for name in self.gguf),
+        )
+
+
+VALUE_HEAD = (
+    WeightRule("value_head.weight", ("score.weight",), Replicated(), (1, "hidden")),
+    WeightRule("value_head.bias", ("score.bias",), Replicated(), (1,)),
+)
+"""The output of a critic, under the names of HF's `...ForTokenClassification`; a reward model has no bias."""
+
+
+def stage_rules(model: ModelShape, first_layer: int, layers: int, first: bool, last: bool) -> list[WeightRule]:
+    """Rules of one pipeline stage in the order of a weight update, with full names.
+
+    HF names contain the layer's index in the model, Megatron names its index in the pipeline stage.
+
+    Args:
+        model: the model.
+        first_layer: global index of the stage's first layer.
+        layers: layers of the stage.
+        first: the stage holds the embedding.
+        last: the stage holds the final norm and the head, or the value head.
+    """
+    family = model.family
+    rules = [family.embedding] if first else []
+    for index in range(layers):
+        rules += [rule.of_layer(index, first_layer + index, family.layer_prefix) for rule in family.layer]
+    if last:
+        rules.append(family.final_norm)
+        if model.value_head:
+            rules += VALUE_HEAD if model.value_bias else VALUE_HEAD[:1]
+        elif not model.tied:
+            rules.append(family.head)
+        elif not first:
+            rules.append(replace(family.embedding, megatron=family.head.megatron, is_copy=True))
+    return rules
+
+
+def model_rules(model: ModelShape) -> list[WeightRule]:
+    """Rules of the whole model as one stage."""
+    return stage_rules(model, 0, model.layers, first=True, last=True)
+
+
+class GgufTensor(NamedTuple):
+    """A tensor's name in a Hugging Face folder, and whether its rows are rotated in pairs of neighbours."""
+
+    hf: str
+    rotary_pairs: bool
+
+
+def gguf_tensors(model: ModelShape) -> dict[str, GgufTensor]:
+    """The tensors of a model by their names in a GGUF file; empty where the family has none."""
+    return dict(_gguf_tensors(model))
+
+
+def _gguf_tensors(model: ModelShape) -> Iterator[tuple[str, GgufTensor]]:
+    pairs = model.family.gguf is not None and model.family.gguf.rotary_pairs
+    for rule in model_rules(model):
+        for part, (name, hf) in enumerate(zip(rule.gguf, rule.hf, strict=False)):
+            rotated = isinstance(rule.layout, GroupedQKV) and part < 2
+            yield name, GgufTensor(hf, pairs and rotated)
