@@ -91,18 +91,15 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
         needed = "".join(f", and {path}" for path, value in given.items() if not value)
         message = f"is not given; write response_length, the longest response in tokens{needed}"
         return [Problem("response_length", message)]
-    if response is None and sequence is not None:
-        if sequence <= prompt:
-            hint = f"use more than {prompt}, or a smaller prompt_length"
-            message = f"{sequence} leaves no room for a response after prompt_length {prompt}; {hint}"
-            return [Problem("sequence_length", message)]
-        response = sequence - prompt
-    if sequence is not None and response is not None and sequence != prompt + response:
+    if response is None and sequence is not None and sequence <= prompt:
+        hint = f"use more than {prompt}, or a smaller prompt_length"
+        message = f"{sequence} leaves no room for a response after prompt_length {prompt}; {hint}"
+        return [Problem("sequence_length", message)]
+    config.response_length = response = response or (sequence or 0) - prompt
+    config.sequence_length = prompt + response
+    if sequence not in (None, config.sequence_length):
         total = f"prompt_length {prompt} + response_length {response} = {prompt + response}"
         return [Problem("sequence_length", f"{sequence} is not {total}; leave sequence_length out")]
-    assert response is not None
-    config.response_length = response
-    config.sequence_length = prompt + response
     return []
 
 
@@ -132,10 +129,9 @@ def _fill_in_critic(config: RLConfig) -> None:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if any(f"critic.training_args.{name}" in config.source.given for name in names):
         return
-    size, data = config.actor_train.training_args.per_device_train_batch_size, config.critic.layout.data
-    samples = config.actor_train.samples_per_optimizer_step
-    size = size if samples % (size * data) == 0 else 1
-    if samples % (size * data) == 0:
+    samples, data = config.actor_train.samples_per_optimizer_step, config.critic.layout.data
+    sizes = (config.actor_train.training_args.per_device_train_batch_size, 1)
+    if size := next((size for size in sizes if samples % (size * data) == 0), None):
         config.critic.training_args.per_device_train_batch_size = size
         config.critic.training_args.gradient_accumulation_steps = samples // (size * data)
 
@@ -223,9 +219,8 @@ def _fill_in_turn_lengths(config: AgenticConfig) -> list[Problem]:
     ]
     sampling = config.actor_infer.generating_args
     if config.sequence_length is None:
-        problems.append(
-            Problem("sequence_length", "is not given; write the longest trajectory in tokens, such as 8192")
-        )
+        message = "is not given; write the longest trajectory in tokens, such as 8192"
+        problems.append(Problem("sequence_length", message))
     limits = [entry.max_tokens_per_step for entry in config.custom_envs.values()]
     if config.max_tokens_per_step is None:
         config.max_tokens_per_step = sampling.max_new_tokens
@@ -272,13 +267,9 @@ def _fill_in_sample_kind(config: AgenticConfig) -> list[Problem]:
     for role in ("actor_infer", "validation"):
         sampling = getattr(config, role).generating_args
         if sampling.num_return_sequences not in (None, 1):
-            problems.append(
-                Problem(
-                    f"{role}.generating_args.num_return_sequences",
-                    f"{sampling.num_return_sequences} is not 1: a turn has one text; "
-                    f"write {'train' if role == 'actor_infer' else 'val'}_env_manager.group_size",
-                )
-            )
+            instead = f"{'train' if role == 'actor_infer' else 'val'}_env_manager.group_size"
+            message = f"{sampling.num_return_sequences} is not 1: a turn has one text; write {instead}"
+            problems.append(Problem(f"{role}.generating_args.num_return_sequences", message))
         sampling.num_return_sequences = 1
     return problems
 
