@@ -12,7 +12,7 @@ import asyncio
 import time
 
 from benchmarks.common import Check, Measurement, at_least, main
-from roll.rewards.sandbox.client import Job, Limits, Sandbox, available_isolation
+from roll.sandbox.client import Job, Limits, Sandbox, available_isolation
 
 PROGRAMS = 1000
 PROGRAM_S = 0.02

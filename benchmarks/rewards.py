@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks.common import Measurement, at_least, at_most, main
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards.calling import RewardRequest
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 
 REWARDS = 10_000
 FEWER = 2_400

@@ -17,7 +17,7 @@ from roll.configs.rules import check
 from roll.datasets.prompts import load_prompts
 from roll.envs import make_env
 from roll.rewards.calling import RewardRequest
-from roll.rewards.reward_process import load_reward_function
+from roll.usercode.reward_process import load_reward_function
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -44,8 +44,8 @@ from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.plan.episode_lengths import check_lengths
 from roll.plan.token_trial import first_items, try_tokens
 from roll.rewards.calling import RewardFunctionError, RewardRequest
-from roll.rewards.pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
-from roll.rewards.sandbox.client import available_isolation
+from roll.sandbox.client import available_isolation
+from roll.usercode.reward_pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
 
 CHECKED_ROWS = 50_000
 """Rows of each data file that are checked; a larger file would delay the start by more than seconds."""

@@ -1,4 +1,4 @@
-"""Built-in rewards, the sandbox of programs, and the pool of processes that runs reward functions and can kill them.
+"""Built-in rewards, and how a reward function is called.
 
 `roll/pipeline/kinds/scorer.py` uses them: it adds the scores of the rewards of a sample.
 

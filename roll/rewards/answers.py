@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 
 from roll.configs.rewards import RewardConfig, built_in_of
-from roll.rewards.calling import without_reasoning
+from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.math_rule import boxed
-from roll.rewards.reward_process import SelfTest
 
 STATED = re.compile(r"(?i)\banswer\b[^\w\n:=]{0,4}(?:\b(?:is|would be|should be)\b|:|=)[^\w\n]{0,4}")
 """Words before an answer, such as "answer is" or "Answer:", with the marks after them."""

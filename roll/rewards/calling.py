@@ -18,6 +18,9 @@ from roll.datasets.prompts import Message, Question
 
 Reason = Literal["raised", "timeout", "not_finite", "wrong_type", "too_long"]
 
+SelfTest = tuple[tuple[str, Any, bool], ...]
+"""(response, ground truth or row, whether the response is right) of known samples; SELF_TEST of a module."""
+
 SCORE = "score"
 """Key of the reward in a dictionary that a reward function returns."""
 

@@ -1,6 +1,6 @@
 """Reward of programs: takes a program from a response, runs it against the tests of its prompt, and compares results.
 
-Expected results stay in this process: programs get inputs only. See `roll.rewards.sandbox` for how they are run.
+Expected results stay in this process: programs get inputs only. See `roll.sandbox` for how they are run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from roll.configs.rewards import RewardConfig
-from roll.rewards.calling import without_reasoning
-from roll.rewards.reward_process import SelfTest
-from roll.rewards.sandbox.assertions import free_names
-from roll.rewards.sandbox.client import Job, Limits, Sandbox
-from roll.rewards.sandbox.values import NotPlain, decode, encode
+from roll.rewards.calling import SelfTest, without_reasoning
+from roll.sandbox.assertions import free_names
+from roll.sandbox.client import Job, Limits, Sandbox
+from roll.sandbox.values import NotPlain, decode, encode
 
 FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+[{.]*+([\w.+-]*+)([^`]*+)$")
 """The line before or after a block of code: indentation, marks, language and more."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from roll.configs.rewards import RewardConfig
 from roll.configs.suggestions import nearest
-from roll.rewards.calling import without_reasoning
+from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.instructions import IFEVAL, ROLL
-from roll.rewards.reward_process import SelfTest
 
 ID_COLUMN, KWARGS_COLUMN = "instruction_id_list", "kwargs"
 """Columns of a row in IFEval's format: the names of instructions, and their arguments in the same order."""

@@ -8,9 +8,8 @@ from functools import cache
 from typing import Any
 
 from roll.configs.rewards import RewardConfig
-from roll.rewards.calling import without_reasoning
+from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.math_rule import boxed
-from roll.rewards.reward_process import SelfTest
 
 COLUMN = "reasoning_gym"
 """Column of a row with the whole item as JSON."""

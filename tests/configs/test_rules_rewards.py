@@ -126,7 +126,7 @@ STD_FILTER = "query_filter_config: {type: std_filter, filter_args: {std_threshol
         (STD_FILTER % 0.49, False),
         (f"correct_score: 200, {STD_FILTER % 99}", False),
         (f"weight: 0.1, {STD_FILTER % 0.1}", True),
-        (f"function: tests.rewards.odd_rewards:nothing, {STD_FILTER % 100}", False),
+        (f"function: tests.usercode.odd_rewards:nothing, {STD_FILTER % 100}", False),
     ],
 )
 def test_a_filter_that_drops_every_group_is_a_warning(tmp_path: Path, reward: str, warned: bool) -> None:

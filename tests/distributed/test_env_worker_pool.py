@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.env_pool.types import EnvWorkerError
 from roll.distributed.env_pool.workers import EnvWorkerPool
-from roll.stopped_processes import STOPPED_TOO_LONG
+from roll.usercode.stopped import STOPPED_TOO_LONG
 from tests.distributed.env_workers import JumpingLoop
 
 EVENTS = ("start", "up", "up", "start_failed", "assign", "assign", "assign", "release", "hung", "died")

@@ -22,7 +22,7 @@ from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
 from roll.distributed.resources import Node, ResourceManager
-from roll.stopped_processes import StopTimes
+from roll.usercode.stopped import StopTimes
 
 
 class Sleeping:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from roll.rewards.pool import OTHER_ANSWER
+from roll.usercode.reward_pool import OTHER_ANSWER
 
 
 def length_reward(response: str, ground_truth: str, config: Any) -> float:

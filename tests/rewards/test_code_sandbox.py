@@ -16,7 +16,7 @@ from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards import code_sandbox
 from roll.rewards.calling import RewardRequest
 from roll.rewards.code_sandbox import code_reward, program_in, read_tests, same_output
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 
 CONFIG = RewardConfig(function=BUILT_IN["code_sandbox"].function, timeout_s=30, max_concurrent_calls=1)
 SOFT = RewardConfig(function=CONFIG.function, timeout_s=30, reward_type="soft", code_from="whole")

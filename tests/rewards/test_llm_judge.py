@@ -17,7 +17,7 @@ from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards import llm_judge
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.llm_judge import JudgeError, filled, grade_in
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 
 
 class Judge:

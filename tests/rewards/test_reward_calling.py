@@ -12,7 +12,7 @@ import pytest
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import ALL, READS, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
-from roll.rewards.reward_process import RetiredProcess, checked_answer
+from roll.usercode.reward_process import RetiredProcess, checked_answer
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3="})
 ROW = {"prompt": "2+3=", "answer": "5", "data_source": "sums", "extra_info": {"split": "train"}}

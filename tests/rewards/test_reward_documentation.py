@@ -16,7 +16,7 @@ import yaml
 
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards.calling import ALL, RewardOutcome, RewardRequest
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 from roll.distributed.processes import end_with_parent, print_to
 from roll.distributed.rpc_batching import RpcActor, RpcServer
 from roll.envs import TextEnv, make_env
-from roll.rewards.containment import WATCH_INTERVAL_S, start_watchdog
+from roll.usercode.containment import WATCH_INTERVAL_S, start_watchdog
 
 ResultT = TypeVar("ResultT")
 

@@ -21,7 +21,7 @@ from roll.distributed.env_pool.types import EnvWorker, EnvWorkerError
 from roll.distributed.processes import END_TIMEOUT_S, descendants, end, thread_environment
 from roll.distributed.remote_errors import RAY_GUESSES
 from roll.distributed.rpc_batching import rpc_client
-from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
+from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from roll.hub.names import local_model
 from roll.models.families.hf_config import read_positions
 from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
-from roll.stopped_processes import is_stopped
+from roll.usercode.stopped import is_stopped
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from roll.distributed.processes import end_with_parent, kill, wait_for_end
-from roll.stopped_processes import is_stopped
+from roll.usercode.stopped import is_stopped
 
 SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")
 """Beginnings of the names of SGLang's files in shared memory."""

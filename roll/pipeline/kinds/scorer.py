@@ -16,9 +16,9 @@ from roll.datasets.templates import EncodedPrompt
 from roll.datasets.tokenizer import response_text
 from roll.pipeline.kinds.scoring_models import ModelScorer, ScoringModels
 from roll.rewards.calling import RewardOutcome, RewardRequest
-from roll.rewards.pool import RewardPool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.types import Group
+from roll.usercode.reward_pool import RewardPool
 
 
 class Scorer:

@@ -60,7 +60,7 @@ import asyncio, os, signal, time
 import psutil
 from roll.distributed.infer import sglang_processes
 from roll.distributed.infer.sglang_processes import _Forks, _server_id, exit_reason, start_fork_server
-from roll.stopped_processes import is_stopped
+from roll.usercode.stopped import is_stopped
 
 sglang_processes.PRELOADED = ()
 start_fork_server()

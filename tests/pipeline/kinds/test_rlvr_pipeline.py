@@ -307,7 +307,7 @@ def test_a_process_of_a_reward_that_is_replaced_is_an_event(tmp_path: Path) -> N
         def text(self, response_ids: list[int]) -> str:
             return "die"
 
-    reward = RewardConfig(function="tests.rewards.odd_rewards:behave")
+    reward = RewardConfig(function="tests.usercode.odd_rewards:behave")
     scorer = OddScorer({"odd": reward}, None, events=EventLog(tmp_path))  # type: ignore[arg-type]
     [group] = generated(worker(1, scorer=scorer), 1)
     scorer.close()

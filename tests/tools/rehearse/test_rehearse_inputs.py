@@ -21,11 +21,11 @@ from roll.datasets.tokenizer import load_tokenizer
 from roll.models.families.registry import family_named
 from roll.models.families.shape import read_model_shape
 from roll.rewards.calling import RewardRequest
-from roll.rewards.reward_process import load_reward_function
 from roll.tools.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, longest_messages, write_data
 from roll.tools.rehearse.inputs import make_inputs
 from roll.tools.rehearse.model import find_model, find_tokenizer, stand_in_tokenizer, write_model
 from roll.tools.rehearse.shrink import shrink
+from roll.usercode.reward_process import load_reward_function
 from tests.configs.samples import AGENTIC, MODEL, RLVR, SFT
 
 REWARDS = "rewards:\n  math: {tag_included: [algebra, geometry]}\n  code: {tag_included: [code]}\n"

@@ -6,10 +6,10 @@ import time
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
-from roll.rewards.output import LIMIT_BYTES, LIMIT_WINDOW_S, OutputLimit, RewardOutput
-from roll.rewards.pool import RewardPool
+from roll.usercode.output import LIMIT_BYTES, LIMIT_WINDOW_S, OutputLimit, RewardOutput
+from roll.usercode.reward_pool import RewardPool
 
-FUNCTION = "tests.rewards.hostile_rewards:score"
+FUNCTION = "tests.usercode.hostile_rewards:score"
 
 
 def test_a_window_of_time_has_a_limit_and_the_next_one_another():

@@ -22,14 +22,19 @@ from roll.configs.user_code import (
     start_user_process,
     users_frame,
 )
-from roll.rewards.calling import NO_OUTCOME, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest, checked
-from roll.rewards.containment import contain, kill_descendants
+from roll.rewards.calling import (
+    NO_OUTCOME,
+    RewardFunction,
+    RewardFunctionError,
+    RewardOutcome,
+    RewardRequest,
+    SelfTest,
+    checked,
+)
+from roll.usercode.containment import contain, kill_descendants
 
 Call = tuple[RewardRequest, int | None]
 """A request, and which of its responses to score; None scores all in one call."""
-
-SelfTest = tuple[tuple[str, Any, bool], ...]
-"""(response, ground truth or row, whether the response is right) of known samples; SELF_TEST of a module."""
 
 SAMPLE = "(response, ground truth, whether the response is right)"
 """What an item of SELF_TEST is, for errors."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
-from roll.rewards.containment import COUNT_INTERVAL_S
+from roll.usercode.containment import COUNT_INTERVAL_S
 
 HOUR = 3600.0
 

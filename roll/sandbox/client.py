@@ -15,15 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from roll.rewards.sandbox.isolation import PYTHON_FOLDERS, Isolation
-from roll.rewards.sandbox.programs import HEAD, MAX_FRAME
-from roll.rewards.sandbox.server import GO
+from roll.sandbox.isolation import PYTHON_FOLDERS, Isolation
+from roll.sandbox.programs import HEAD, MAX_FRAME
+from roll.sandbox.server import GO
 
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 BOOT = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from roll.rewards.sandbox import server; del sys.path[0]; "
-    "server.main()"
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from roll.sandbox import server; del sys.path[0]; server.main()"
 )
 """What the interpreter of a server runs; the first argument is the folder of this project."""
 

@@ -19,15 +19,15 @@ from pebble.pool.base_pool import PoolStatus
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
-from roll.rewards.pool import RewardPool, RewardSelfTestError
-from roll.rewards.reward_process import load_reward_function, score_chunk, self_test_of
-from roll.stopped_processes import StopTimes
+from roll.usercode.reward_pool import RewardPool, RewardSelfTestError
+from roll.usercode.reward_process import load_reward_function, score_chunk, self_test_of
+from roll.usercode.stopped import StopTimes
 from tests.processes import command_of
-from tests.rewards import odd_rewards
+from tests.usercode import odd_rewards
 
 pytestmark = pytest.mark.slow
 
-ODD = "tests.rewards.odd_rewards:behave"
+ODD = "tests.usercode.odd_rewards:behave"
 
 
 def pool_processes(parent: int) -> list[psutil.Process]:
@@ -78,7 +78,7 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
     }
     assert all(outcome.score is None for outcome in outcomes.values() if outcome.reason)
     assert re.match(
-        r"tests/rewards/odd_rewards.py:\d+: RuntimeError: cannot judge this\n    raise", outcomes["raise"].detail
+        r"tests/usercode/odd_rewards.py:\d+: RuntimeError: cannot judge this\n    raise", outcomes["raise"].detail
     )
     assert "exit code 7" in outcomes["die"].detail
     assert "of length 2" in outcomes["two"].detail
@@ -118,8 +118,8 @@ def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
     [
         ("math_reward", "'math_reward': write module:name"),
         ("tests.rewards.nowhere:behave", "there is no module tests.rewards.nowhere"),
-        ("tests.rewards.odd_rewards:behav", "the module has no behav; did you mean behave"),
-        ("tests.rewards.odd_rewards:NOT_A_FUNCTION", "has NOT_A_FUNCTION, which is a int"),
+        ("tests.usercode.odd_rewards:behav", "the module has no behav; did you mean behave"),
+        ("tests.usercode.odd_rewards:NOT_A_FUNCTION", "has NOT_A_FUNCTION, which is a int"),
     ],
 )
 def test_an_unknown_function_is_an_error_that_lists_the_functions(function, message):
@@ -144,7 +144,7 @@ def test_a_malformed_self_test_is_an_error(samples, message):
 
 def test_starting_the_pool_with_an_unknown_function_is_an_error():
     async def run():
-        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:behav")):
+        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:behav")):
             pass
 
     with pytest.raises(RewardFunctionError, match="the module has no behav"):
@@ -153,7 +153,7 @@ def test_starting_the_pool_with_an_unknown_function_is_an_error():
 
 def test_a_group_function_scores_all_responses_in_one_call():
     async def run():
-        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:rank", world_size=2)) as pool:
+        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:rank", world_size=2)) as pool:
             return await pool.score([RewardRequest(("aa", "b", "cccc"), ""), RewardRequest(("dd", "e"), "")])
 
     outcomes = asyncio.run(run())
@@ -162,7 +162,7 @@ def test_a_group_function_scores_all_responses_in_one_call():
 
 def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadlines():
     async def run():
-        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:slow", timeout_s=1)) as pool:
+        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:slow", timeout_s=1)) as pool:
             start = time.perf_counter()
             first = await pool.score([RewardRequest(("0.5",) * 19 + ("30",), "")])
             return first[0], await pool.score([RewardRequest(("0",), "")]), time.perf_counter() - start
@@ -170,7 +170,9 @@ def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadline
     first, second, seconds = asyncio.run(run())
     assert [outcome.score for outcome in first[:19]] == [0.5] * 19 and first[19].reason == "timeout"
     line = linecache.getlines(odd_rewards.__file__).index("    await asyncio.sleep(float(response))\n") + 1
-    assert first[19].detail.startswith(f"tests/rewards/odd_rewards.py:{line}: the call, which waited here, took longer")
+    assert first[19].detail.startswith(
+        f"tests/usercode/odd_rewards.py:{line}: the call, which waited here, took longer"
+    )
     assert second[0][0].score == 0 and seconds < 5
     assert {outcome.metrics["loop"] for outcome in first[:19]} == {second[0][0].metrics["loop"]}
 
@@ -178,20 +180,20 @@ def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadline
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("divide", r"^tests/rewards/odd_rewards.py:\d+: ZeroDivisionError: .*\n    return 1 / 0"),
-        ("forget", r"^tests/rewards/odd_rewards.py:\d+: forget returned None; return one number"),
+        ("divide", r"^tests/usercode/odd_rewards.py:\d+: ZeroDivisionError: .*\n    return 1 / 0"),
+        ("forget", r"^tests/usercode/odd_rewards.py:\d+: forget returned None; return one number"),
         (
             "sleep",
-            r"^tests/rewards/odd_rewards.py:\d+: a call of the function that begins here took longer than timeout",
+            r"^tests/usercode/odd_rewards.py:\d+: a call of the function that begins here took longer than timeout",
         ),
         ("ask", r"asks for reference, which is neither a column of the data \(level\) nor one of response, "),
-        ("short", r"^tests/rewards/odd_rewards.py:\d+: short returned 1 scores for 2 responses; return one for each"),
+        ("short", r"^tests/usercode/odd_rewards.py:\d+: short returned 1 scores for 2 responses; return one for each"),
     ],
 )
 def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
     async def run():
         timeout_s = 0.5 if name == "sleep" else 30.0
-        config = RewardConfig(function=f"tests.rewards.broken_rewards:{name}", timeout_s=timeout_s)
+        config = RewardConfig(function=f"tests.usercode.broken_rewards:{name}", timeout_s=timeout_s)
         async with RewardPool(config) as pool:
             await pool.self_test([RewardRequest((), "5", row={"level": 1}, id="data:1")])
 
@@ -204,7 +206,7 @@ DRIVER = f"""
 import asyncio
 from roll.configs.rewards import BUILT_IN, RewardConfig
 from roll.rewards.calling import RewardRequest
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 
 async def main():
     async with RewardPool(RewardConfig(function={ODD!r}, timeout_s=600)) as pool:
@@ -284,9 +286,9 @@ def test_calls_that_wait_while_all_processes_die_are_made_again():
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
     """The call was queued when the pool broke, or its process died before it acknowledged the call."""
-    monkeypatch.setattr("roll.rewards.pool.POLL_S", 0.05)
+    monkeypatch.setattr("roll.usercode.reward_pool.POLL_S", 0.05)
     if not broken:
-        monkeypatch.setattr("roll.rewards.pool.CALLS_AHEAD", 0.05)
+        monkeypatch.setattr("roll.usercode.reward_pool.CALLS_AHEAD", 0.05)
 
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
@@ -310,7 +312,7 @@ def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
 
 
 def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
-    monkeypatch.setattr("roll.rewards.pool.MAX_RESTARTS", 1)
+    monkeypatch.setattr("roll.usercode.reward_pool.MAX_RESTARTS", 1)
 
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
@@ -341,7 +343,7 @@ def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
 def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_path):
     """Each process tries it with a chunk and then alone, once for all groups and for later calls of the pool."""
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=2)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=2)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -357,7 +359,7 @@ def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_pa
 
 def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time(tmp_path):
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -372,7 +374,7 @@ def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time
 
 def test_the_rest_of_a_group_with_a_failed_response_is_not_scored(tmp_path):
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.rewards.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -389,7 +391,7 @@ def test_the_rendered_prompt_and_ids_reach_a_function_that_reads_them():
     request = RewardRequest(("a", "bb"), "", prompt_ids=(7, 8), response_ids=((1,), (2, 3)))
 
     async def run():
-        config = RewardConfig(function="tests.rewards.odd_rewards:count_ids")
+        config = RewardConfig(function="tests.usercode.odd_rewards:count_ids")
         async with RewardPool(config, decode=lambda ids: "x" * sum(ids)) as pool:
             return await pool.score([request])
 
@@ -411,7 +413,7 @@ def test_a_response_that_takes_a_built_in_comparison_too_long_is_wrong_and_the_r
 
 
 def test_a_call_beyond_the_memory_limit_fails_and_the_next_one_is_scored():
-    config = RewardConfig(function="tests.rewards.odd_rewards:allocate", process_memory_limit_mb=512)
+    config = RewardConfig(function="tests.usercode.odd_rewards:allocate", process_memory_limit_mb=512)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -424,7 +426,7 @@ def test_a_call_beyond_the_memory_limit_fails_and_the_next_one_is_scored():
 
 def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
     async def run():
-        async with RewardPool(RewardConfig(function="tests.rewards.odd_rewards:be_killed_once")) as pool:
+        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:be_killed_once")) as pool:
             return await pool.score([RewardRequest(("1",), str(tmp_path / "called"))])
 
     [[outcome]] = asyncio.run(run())
@@ -437,11 +439,11 @@ def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
 )
 def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, timeout_s, tmp_path, monkeypatch):
     """Where the deadline is after the end of the grace, before it, and within the process."""
-    monkeypatch.setattr("roll.rewards.pool.StopTimes", lambda: StopTimes(4.0))
+    monkeypatch.setattr("roll.usercode.reward_pool.StopTimes", lambda: StopTimes(4.0))
     causes: list[str] = []
 
     async def run():
-        config = RewardConfig(function=f"tests.rewards.odd_rewards:{function}", timeout_s=timeout_s)
+        config = RewardConfig(function=f"tests.usercode.odd_rewards:{function}", timeout_s=timeout_s)
         async with RewardPool(config, causes.append) as pool:
             return await pool.score([RewardRequest(("1",), str(tmp_path / "called"))])
 
@@ -455,7 +457,7 @@ def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, tim
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_call_for_long(processes, monkeypatch):
-    monkeypatch.setattr("roll.rewards.pool.StopTimes", lambda: StopTimes(2.0))
+    monkeypatch.setattr("roll.usercode.reward_pool.StopTimes", lambda: StopTimes(2.0))
     causes: list[str] = []
 
     async def run():
@@ -473,7 +475,7 @@ def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_cal
 
 def test_shared_memory_and_that_of_children_count_for_the_limit():
     config = RewardConfig(
-        function="tests.rewards.odd_rewards:take_memory", process_memory_limit_mb=256, timeout_s=30, world_size=2
+        function="tests.usercode.odd_rewards:take_memory", process_memory_limit_mb=256, timeout_s=30, world_size=2
     )
 
     async def run():

@@ -14,8 +14,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.rewards.sandbox.programs import PRELUDE, read_frame, write_frame
-from roll.rewards.sandbox.values import NotPlain, decode, encode
+from roll.sandbox.programs import PRELUDE, read_frame, write_frame
+from roll.sandbox.values import NotPlain, decode, encode
 
 
 class Unsupported(Exception):

@@ -17,15 +17,15 @@ import pytest
 
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
-from roll.rewards.containment import COUNT_INTERVAL_S, takes_more_than
-from roll.rewards.pool import RewardPool
+from roll.usercode.containment import COUNT_INTERVAL_S, takes_more_than
+from roll.usercode.reward_pool import RewardPool
 from tests.processes import command_of
-from tests.rewards.hostile_rewards import FOREIGN_S
+from tests.usercode.hostile_rewards import FOREIGN_S
 
 pytestmark = pytest.mark.slow
 
-FUNCTION = "tests.rewards.hostile_rewards:score"
-ASYNC_FUNCTION = "tests.rewards.hostile_rewards:score_async"
+FUNCTION = "tests.usercode.hostile_rewards:score"
+ASYNC_FUNCTION = "tests.usercode.hostile_rewards:score_async"
 SOUND = "0.5"
 
 FAILURES = {
@@ -86,9 +86,9 @@ DRIVER = f"""
 import asyncio
 from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
-from roll.rewards.pool import RewardPool
+from roll.usercode.reward_pool import RewardPool
 from tests.processes import command_of
-from tests.rewards.hostile_rewards import FOREIGN_S
+from tests.usercode.hostile_rewards import FOREIGN_S
 
 async def main():
     async with RewardPool(RewardConfig(function={FUNCTION!r}, timeout_s=600)) as pool:
@@ -171,7 +171,7 @@ def test_what_ends_the_loop_of_coroutines_fails_alone(response: str, nothing_is_
         return [outcome for (outcome,) in [*together, *later]]
 
     first, hostile, *others = asyncio.run(run())
-    assert hostile.reason == "raised" and hostile.detail.startswith("tests/rewards/hostile_rewards.py:")
+    assert hostile.reason == "raised" and hostile.detail.startswith("tests/usercode/hostile_rewards.py:")
     assert [each.score for each in (first, *others)] == [0.5] * 3
     nothing_is_left()
 

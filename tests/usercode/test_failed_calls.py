@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from roll.rewards.calling import RewardOutcome, RewardRequest
-from roll.rewards.failed_calls import HUNG_CALLS, HUNG_S, HungCalls
+from roll.usercode.failed_calls import HUNG_CALLS, HUNG_S, HungCalls
 
 REQUEST = RewardRequest(("1",), "5", row={"level": 1}, tag="math", id="data:1")
 HUNG = RewardOutcome(None, "timeout", "too long")

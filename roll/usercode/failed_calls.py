@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll.rewards.calling import RewardOutcome
-from roll.rewards.reward_process import Call
+from roll.usercode.reward_process import Call
 
 HUNG_CALLS = 1024
 """Calls that hung and are remembered; of more, the oldest are forgotten."""

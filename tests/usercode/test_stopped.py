@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 
-from roll.stopped_processes import StopTimes, is_stopped
+from roll.usercode.stopped import StopTimes, is_stopped
 
 
 def test_a_process_is_overdue_once_it_was_stopped_for_the_grace_without_a_pause() -> None:

@@ -26,7 +26,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from roll.rewards.sandbox.values import NotPlain, decode, encode
+from roll.sandbox.values import NotPlain, decode, encode
 
 MODULES = (bisect, collections, functools, heapq, itertools, json, math, random, re, string, sys)
 PRELUDE: dict[str, Any] = {

@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from roll.rewards.sandbox import assertions, isolation, programs
-from roll.rewards.sandbox.programs import read_frame, write_frame
+from roll.sandbox import assertions, isolation, programs
+from roll.sandbox.programs import read_frame, write_frame
 
 GO = b"j"
 """Byte before every job."""

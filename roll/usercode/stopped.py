@@ -1,7 +1,4 @@
-"""Which processes a signal has stopped, and for how long: a call of one does not fail before its deadline.
-
-Every module may import this one.
-"""
+"""Which processes a signal has stopped, and for how long: a call of one does not fail before its deadline."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from roll.rewards.sandbox.client import Job, Limits, Sandbox, available_isolation
-from roll.rewards.sandbox.values import NotPlain, decode, encode
+from roll.sandbox.client import Job, Limits, Sandbox, available_isolation
+from roll.sandbox.values import NotPlain, decode, encode
 
 pytestmark = pytest.mark.slow
 
@@ -428,7 +428,7 @@ def test_honest_programs_pass_the_same_tests(isolation: str) -> None:
 
 def test_the_server_ends_with_its_process_and_leaves_no_folder(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys\nfrom roll.rewards.sandbox.client import Job, Limits, Sandbox\n"
+        "import asyncio, sys\nfrom roll.sandbox.client import Job, Limits, Sandbox\n"
         "async def run():\n    sandbox = Sandbox()\n"
         "    await sandbox.run(Job('print()', 'stdio', inputs=['']), Limits())\n"
         "    print(sandbox._server.pid, flush=True)\n"

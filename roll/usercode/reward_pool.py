@@ -24,13 +24,13 @@ from pebble.pool.process import dictionary_values
 
 from roll.base.terminal import block_interrupts
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, is_comparison
-from roll.rewards import reward_process
 from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
-from roll.rewards.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
-from roll.rewards.failed_calls import FailedGroups, HungCalls
-from roll.rewards.output import RewardOutput
-from roll.rewards.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
-from roll.stopped_processes import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
+from roll.usercode import reward_process
+from roll.usercode.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
+from roll.usercode.failed_calls import FailedGroups, HungCalls
+from roll.usercode.output import RewardOutput
+from roll.usercode.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
+from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
 
 logger = logging.getLogger(__name__)
 

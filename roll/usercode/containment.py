@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from roll.rewards.sandbox.isolation import adopt_orphans, signal_at_parents_end
+from roll.sandbox.isolation import adopt_orphans, signal_at_parents_end
 
 MARKED_LIMIT, MARK = 10, 2**40
 """RLIMIT_LOCKS, which Linux does not use: MARK and its process id in a contained process and all that it starts, also
