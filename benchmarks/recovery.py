@@ -150,7 +150,7 @@ def processes(world: World, engine: int) -> tuple[psutil.Process, psutil.Process
     """The worker of an engine, and its scheduler."""
     from roll.distributed.infer.infer_worker import InferWorker
 
-    [found] = world.infer.call_some(InferWorker.process_ids, [engine]).get()
+    [found] = world.infer.call([engine], InferWorker.process_ids).get()
     all_of_it = [psutil.Process(number) for number in found]
     scheduler = next(process for process in all_of_it if "sglang::scheduler" in process.name())
     return all_of_it[0], scheduler

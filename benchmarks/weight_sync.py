@@ -107,6 +107,7 @@ async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer:
 async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
     """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
     from roll.distributed.infer.infer_worker import InferWorker
+    from roll.distributed.remote_call import ALL
     from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -115,7 +116,7 @@ async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dic
     await synchronizer.setup()
     sampling = SamplingParams(max_new_tokens=RUNNING_TOKENS)
     requests = [GenerateRequest(str(i), [5 + i] * 8, sampling, seed=i) for i in range(RUNNING)]
-    answers = asyncio.ensure_future(_await(infer.call_each(InferWorker.generate, [requests])))
+    answers = asyncio.ensure_future(_await(infer.call(ALL, InferWorker.generate, requests)))
     reports = []
     for version in range(1 + RUNNING_UPDATES):
         await asyncio.sleep(RUNNING_GAP_S)

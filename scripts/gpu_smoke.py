@@ -33,6 +33,7 @@ from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
@@ -109,7 +110,7 @@ async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[Dat
         GenerateRequest(f"{round_number}-{index}", prompt, sampling, seed=index) for index, prompt in enumerate(prompts)
     ]
     start = time.perf_counter()
-    [results] = await engine.call_each(InferWorker.generate, [requests])
+    [results] = await engine.call(ALL, InferWorker.generate, requests)
     seconds = time.perf_counter() - start
     failed = [result.error for result in results if result.error]
     if failed:
@@ -179,7 +180,7 @@ async def smoke(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path)
             await compare(table, when, actor, data, config, reference)
             if version == 0:
                 await train(table, actor, config, data, reference)
-        memory = (await actor.call_all(TrainWorker.memory))[0]
+        memory = (await actor.call(ALL, TrainWorker.memory))[0]
         table.add("peak memory of the training process", memory["peak"] / 1e6, "MB")
 
 

@@ -20,6 +20,7 @@ import torch
 
 from roll.datasets.batch import DataProto
 from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.report import Transfer
 from roll.distributed.weights.synchronizer import (
@@ -53,7 +54,7 @@ class FatalBroadcast(BroadcastTransport):
         if not self.kill:
             return await super().transfer(checksums)
         FatalBroadcast.kill = False
-        [[_, *processes]] = await self._infer.call_all(InferWorker.process_ids)
+        [[_, *processes]] = await self._infer.call(ALL, InferWorker.process_ids)
         schedulers = [each for each in map(psutil.Process, processes) if "scheduler" in each.name()]
         for scheduler in schedulers:
             scheduler.suspend()  # so that the broadcast cannot end before
@@ -91,7 +92,7 @@ async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Pa
         await generate(engine, 1)
         after = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
         table.add("log-probs of the trainer that survived: largest change", (after - before).abs().max().item(), "", 0)
-        await actor.call_all(TrainWorker.export_hf, str(folder / "survived"))
+        await actor.call(ALL, TrainWorker.export_hf, str(folder / "survived"))
     return data, after
 
 
@@ -118,9 +119,9 @@ async def shared(
         await compare(table, "tensor parallel 2", actor, samples, config, reference)
         await train(table, actor, config, samples, reference)
         checkpoint = str(folder / "checkpoint")
-        await actor.call_all(TrainWorker.begin_checkpoint, checkpoint)
+        await actor.call(ALL, TrainWorker.begin_checkpoint, checkpoint)
         loss = await train_step(actor, config, samples)
-        await actor.call_all(TrainWorker.load_checkpoint, checkpoint)
+        await actor.call(ALL, TrainWorker.load_checkpoint, checkpoint)
         difference = abs(await train_step(actor, config, samples) - loss)
         table.add("resumed: difference of the next step's loss", difference, "", 0)
 

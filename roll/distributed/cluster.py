@@ -1,6 +1,6 @@
 """All workers of one role as one object: the cluster, and the Ray actor that runs the methods.
 
-A call goes from `Cluster.call_all` to `WorkerActor.call` and comes back as a `RemoteCall` with a deadline
+A call goes from `Cluster.call` to `WorkerActor.call` and comes back as a `RemoteCall` with a deadline
 (`remote_call.py`). Imports no torch: the actor pins its process before torch counts the cores.
 """
 
@@ -14,8 +14,8 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -35,9 +35,9 @@ from roll.distributed.processes import (
     print_to,
     process_environment,
 )
-from roll.distributed.remote_call import RemoteCall, ShardsClient, check_length, retrieve_error
-from roll.distributed.remote_errors import PROCESS_DIED, WATCH, CallContext, ClusterError, Failure, failure_of
-from roll.distributed.rpc_batching import ClusterClient, RpcActor, RpcServer
+from roll.distributed.remote_call import ClusterClient, RemoteCall, WorkerT, retrieve_error
+from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError, Failure, failure_of
+from roll.distributed.rpc_batching import RpcActor, RpcServer
 from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
 
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.configs.roles import RoleConfig
     from roll.distributed.resources import ResourceManager
-
-WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
-P = ParamSpec("P")
-ArgumentT = TypeVar("ArgumentT")
-ResultT = TypeVar("ResultT")
 
 CONCURRENT_CALLS = 1000
 """Calls of a cluster and batched messages that one concurrent worker holds at a time; its engine has its own queue."""
@@ -67,22 +62,11 @@ class NodeLostError(RuntimeError):
     """The process of a rank cannot be started again, since Ray has lost its node."""
 
 
-class Cluster(Generic[WorkerT]):
-    """Workers of one role on the devices of its `device_mapping`.
-
-    Methods of the worker class marked with `register` are called by reference, so that editors and mypy follow them:
-
-        metrics = await actor.call_shards(TrainWorker.train_step, shards)
-
-    `call_all` gives every rank the same arguments (ROLL's and verl's Dispatch.ONE_TO_ALL), `call_each` gives every rank
-    its own (ALL_TO_ALL), `call_shards` gives every data-parallel rank its own (DP). Each returns a `RemoteCall` at
-    once: `await` it or `.get()` it. Calls of one cluster reach each rank in the order they were made.
+class Cluster(ClusterClient[WorkerT]):
+    """Workers of one role on the devices of its `device_mapping`: calls them, and starts, restarts and ends them.
 
     Attributes:
-        role: name of the cluster.
         config: the role's section of the configuration.
-        layout: sizes of its parallel dimensions.
-        world_size: workers; an engine that spans the tensor-parallel devices is one.
     """
 
     def __init__(
@@ -99,20 +83,16 @@ class Cluster(Generic[WorkerT]):
         Raises:
             ValueError: the devices do not divide among the layout's ranks.
         """
-        self.role, self.config, self.layout = role, config, layout
+        super().__init__(role, (), layout, resources.platform_name, (), _deadlines(worker_cls, pipeline_config))
+        self.config = config
         self._workers = ParallelLayout(data=layout.data) if worker_cls.spans_tensor_parallel else layout
-        self.world_size = self._workers.world_size
         self._worker_cls, self._pipeline_config, self._resources = worker_cls, pipeline_config, resources
-        self._deadlines = {
-            name: float(getattr(pipeline_config, key))
-            for name, key in registered_methods(worker_cls).items()
-            if hasattr(pipeline_config, key)
-        }
-        self._slots = resources.device_slots(role, self.world_size)
+        self._slots = resources.device_slots(role, self._workers.world_size)
         self._processes = [
             [self._start(rank, node) for node in range(len(slots))] for rank, slots in enumerate(self._slots)
         ]
-        self._actors = [actors[0] for actors in self._processes]
+        self.actors = tuple(row[0] for row in self._processes)
+        self.locations = tuple(self._location(rank) for rank in range(self.world_size))
         self._local: dict[tuple[int, int], psutil.Process] = {}
         self._process_ids: list[int] = []
         self._built = self._ended = False
@@ -146,54 +126,8 @@ class Cluster(Generic[WorkerT]):
 
     def initialize(self) -> RemoteCall[list[None]]:
         """Starts the engines of all workers."""
-        return self._call_all("initialize", ())
-
-    @overload
-    def call_all(
-        self, method: Callable[Concatenate[WorkerT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RemoteCall[list[ResultT]]: ...
-    @overload
-    def call_all(
-        self, method: Callable[Concatenate[WorkerT, P], ResultT], /, *args: P.args, **kwargs: P.kwargs
-    ) -> RemoteCall[list[ResultT]]: ...
-    def call_all(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RemoteCall[list[Any]]:
-        """Calls every rank with the same arguments; the result is a list by rank."""
-        return self._call_all(method.__name__, args, kwargs)
-
-    @overload
-    def call_each(
-        self, method: Callable[[WorkerT, ArgumentT], Awaitable[ResultT]], arguments: Sequence[ArgumentT]
-    ) -> RemoteCall[list[ResultT]]: ...
-    @overload
-    def call_each(
-        self, method: Callable[[WorkerT, ArgumentT], ResultT], arguments: Sequence[ArgumentT]
-    ) -> RemoteCall[list[ResultT]]: ...
-    def call_each(self, method: Callable[[Any, Any], Any], arguments: Sequence[Any]) -> RemoteCall[list[Any]]:
-        """Calls rank r with `arguments[r]`; the result is a list by rank.
-
-        Raises:
-            ValueError: there is not one argument per rank.
-        """
-        check_length(f"{self.role}.{method.__name__}", arguments, self.world_size, "ranks")
-        return self.call_some_each(method, dict(enumerate(arguments)))
-
-    def call_some(
-        self,
-        method: Callable[Concatenate[WorkerT, P], Awaitable[ResultT]],
-        ranks: Sequence[int],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> RemoteCall[list[ResultT]]:
-        """Calls these ranks with the same arguments; the result is a list in their order."""
-        return self.shards_client().call_ranks(method.__name__, {rank: args for rank in ranks}, ranks, kwargs)
-
-    def call_some_each(
-        self, method: Callable[[WorkerT, ArgumentT], Any], arguments: Mapping[int, ArgumentT]
-    ) -> RemoteCall[list[Any]]:
-        """Calls the ranks that `arguments` has, each with its own; the result is a list in their order."""
-        each = {rank: (argument,) for rank, argument in arguments.items()}
-        return self.shards_client().call_ranks(method.__name__, each, list(arguments))
+        ranks = range(self.world_size)
+        return self._call("initialize", dict.fromkeys(ranks, ()), ranks)
 
     async def restart(self, rank: int, responsive: bool) -> None:
         """Starts the process of a rank again and makes its worker, which is not initialized; child processes end.
@@ -205,7 +139,7 @@ class Cluster(Generic[WorkerT]):
             NodeLostError: there is no node to start it on.
         """
         await asyncio.to_thread(self._require_nodes, rank)
-        old, actor, local = self._process_ids[rank], self._actors[rank], self._local.get((rank, 0))
+        old, actor, local = self._process_ids[rank], self.actors[rank], self._local.get((rank, 0))
         children = [] if local is None else descendants(local)
         if responsive:
             closing = asyncio.wrap_future(actor.call.remote("close", False).future())
@@ -226,14 +160,14 @@ class Cluster(Generic[WorkerT]):
         port = self.ranks[0].master_port
         known = self._worker_rank(rank, 0, port)
         built = actor.build.remote(self._worker_cls, known.environment(), known, self.config, self._pipeline_config)
-        await RemoteCall(self._context("build", rank), [built], list, max(1.0, until - time.monotonic()))
+        await self._answers("build", {rank: built}, max(1.0, until - time.monotonic()))
 
     async def cancel_calls(self) -> None:
         """Cancels the calls of clients in other processes, which have died.
 
         A worker that does not answer in time is left out: it has died, or its calls end by themselves.
         """
-        calls = [asyncio.wrap_future(actor.cancel_all.remote().future()) for actor in self._actors]
+        calls = [asyncio.wrap_future(actor.cancel_all.remote().future()) for actor in self.actors]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CANCEL_TIMEOUT_S)
 
@@ -254,54 +188,20 @@ class Cluster(Generic[WorkerT]):
         """Id of the process of a rank that Ray is starting again; its node may turn out to be lost."""
         while True:
             await asyncio.to_thread(self._require_nodes, rank)
-            call: RemoteCall[list[int]] = RemoteCall(
-                self._context("start", rank),
-                [self._actors[rank].process_id.remote()],
-                list,
-                max(0.0, min(NODE_CHECK_S, until - time.monotonic())),
-            )
+            asked = {rank: self.actors[rank].process_id.remote()}
             try:
-                [process_id] = await call
+                [process_id] = await self._answers("start", asked, min(NODE_CHECK_S, until - time.monotonic()))
             except ClusterError as error:
                 if not error.process_failed or time.monotonic() > until:
                     raise
                 await asyncio.sleep(RESTART_POLL_S)
             else:
-                return process_id
-
-    @overload
-    def call_shards(
-        self, method: Callable[[WorkerT, ArgumentT], Awaitable[ResultT]], shards: Sequence[ArgumentT]
-    ) -> RemoteCall[list[ResultT]]: ...
-    @overload
-    def call_shards(
-        self, method: Callable[[WorkerT, ArgumentT], ResultT], shards: Sequence[ArgumentT]
-    ) -> RemoteCall[list[ResultT]]: ...
-    def call_shards(self, method: Callable[[Any, Any], Any], shards: Sequence[Any]) -> RemoteCall[list[Any]]:
-        """Calls every rank of data index d with `shards[d]`, which is put in the object store once.
-
-        The result is a list by data index, from tensor rank 0 of the last pipeline stage.
-
-        Raises:
-            ValueError: there is not one shard per data-parallel rank.
-        """
-        return self.shards_client().call_shards(method, shards)
-
-    def _call_all(
-        self, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
-    ) -> RemoteCall[list[Any]]:
-        ranks = range(self.world_size)
-        return self.shards_client().call_ranks(name, dict.fromkeys(ranks, arguments), ranks, keywords)
+                return int(process_id)
 
     @property
     def local_processes(self) -> dict[int, psutil.Process]:
         """The process of each rank that is on this node, once the workers were made."""
         return {rank: process for (rank, node_rank), process in self._local.items() if node_rank == 0}
-
-    @property
-    def platform(self) -> str:
-        """Name of the platform its devices are on."""
-        return self._resources.platform_name
 
     @property
     def nodes(self) -> set[int]:
@@ -311,7 +211,6 @@ class Cluster(Generic[WorkerT]):
     @functools.cached_property
     def ranks(self) -> list[WorkerRank]:
         """What each rank knows about itself; the first use waits for the processes."""
-        timeout_s = self._pipeline_config.start_timeout_s
         started = self._call_all_processes("start", lambda actor, *_: actor.process_id.remote())
         self._process_ids = [processes[0] for processes in started]
         self._local = {
@@ -321,8 +220,7 @@ class Cluster(Generic[WorkerT]):
             if self._resources.nodes[self._slots[rank][node].node].node_id == self._resources.this_node
         }
         address = self._resources.nodes[self._slots[0][0].node].address
-        held = RemoteCall(self._context("hold_port", 0), [self._actors[0].hold_port.remote(address)], list, timeout_s)
-        port: int = held.get()[0]
+        [port] = self._answers("hold_port", {0: self.actors[0].hold_port.remote(address)}).get()
         return [self._worker_rank(rank, 0, port) for rank in range(self.world_size)]
 
     def _process(self, rank: int, process_id: int) -> psutil.Process:
@@ -369,21 +267,19 @@ class Cluster(Generic[WorkerT]):
 
     def _call_all_processes(self, method: str, call: Callable[[Any, int, int], Any]) -> list[list[Any]]:
         """Calls the processes of all ranks on all their nodes; the answers by rank and by the rank's nodes."""
-        timeout_s = self._pipeline_config.start_timeout_s
         refs = [
             [call(actor, rank, node) for node, actor in enumerate(actors)]
             for rank, actors in enumerate(self._processes)
         ]
-        first = RemoteCall(self._context(method), [row[0] for row in refs], list, timeout_s)
-        further = [
-            [RemoteCall(self._context(method, rank), [ref], list, timeout_s) for ref in row[1:]]
-            for rank, row in enumerate(refs)
-        ]
-        answers: list[Any] = first.get()
-        return [[own, *(each.get()[0] for each in row)] for own, row in zip(answers, further, strict=True)]
+        first = self._answers(method, {rank: row[0] for rank, row in enumerate(refs)})
+        further = [[self._answers(method, {rank: ref}) for ref in row[1:]] for rank, row in enumerate(refs)]
+        return [[own, *(each.get()[0] for each in row)] for own, row in zip(first.get(), further, strict=True)]
 
-    def _context(self, method: str, *ranks: int) -> CallContext:
-        return CallContext(self.role, method, {rank: self._location(rank) for rank in ranks or range(self.world_size)})
+    def _answers(self, method: str, refs: Mapping[int, Any], timeout_s: float | None = None) -> RemoteCall[list[Any]]:
+        """The answers of processes by rank, within `start_timeout_s` or less."""
+        left_s = self._pipeline_config.start_timeout_s if timeout_s is None else timeout_s
+        answers = [ref.future() for ref in refs.values()]
+        return RemoteCall(self._context(method, *refs), answers, list, left_s)
 
     def _location(self, rank: int) -> str:
         slots = self._slots[rank]
@@ -397,17 +293,13 @@ class Cluster(Generic[WorkerT]):
         return self._context(WATCH, rank).died(rank, text)
 
     def client(self) -> ClusterClient[WorkerT]:
-        """A picklable client with which other processes call single ranks, once `initialize` was called."""
-        return ClusterClient(self.role, tuple(self._actors), self._locations(), self._deadlines)
+        """A client for other processes, whose calls succeed once `initialize` was called."""
+        known = self.role, self.actors, self.layout, self.platform, self.locations, self.deadlines
+        return ClusterClient(*known, batched=self._worker_cls.concurrent)
 
-    def shards_client(self) -> ShardsClient[WorkerT]:
-        """A picklable client with which other processes call all ranks."""
+    def _call(self, *args: Any, **keywords: Any) -> RemoteCall[list[Any]]:
         self._build()
-        locations, platform = self._locations(), self.platform
-        return ShardsClient(self.role, tuple(self._actors), self._workers, platform, locations, self._deadlines)
-
-    def _locations(self) -> tuple[str, ...]:
-        return tuple(self._location(rank) for rank in range(self.world_size))
+        return super()._call(*args, **keywords)
 
     def shutdown(self) -> None:
         """Closes the workers, ends their processes and child processes, and waits until they are gone."""
@@ -422,6 +314,11 @@ class Cluster(Generic[WorkerT]):
         for actor in actors:
             ray.kill(actor)
         end(children)
+
+
+def _deadlines(worker_cls: type[Worker], config: BaseConfig) -> dict[str, float]:
+    keys = {name: key for name, key in registered_methods(worker_cls).items() if hasattr(config, key)}
+    return {name: float(getattr(config, key)) for name, key in keys.items()}
 
 
 class _NoWorker:
@@ -488,7 +385,7 @@ class ConcurrentWorkerActor(RpcActor, WorkerActor):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._server = RpcServer(lambda method, *args: self.call(method, True, *args))
+        self._server = RpcServer(self.call)
 
     async def process_id(self) -> int:  # type: ignore[override]
         """Id of the worker's process."""

@@ -111,7 +111,7 @@ class RemoteActor(Generic[ObjectT]):
         end(processes)
 
     def _remote_call(self, method: str, answer: ray.ObjectRef[Any], timeout_s: float) -> RemoteCall[Any]:
-        return RemoteCall(self._context(method), [answer], lambda answers: answers[0], timeout_s)
+        return RemoteCall(self._context(method), [answer.future()], lambda answers: answers[0], timeout_s)
 
     def _context(self, method: str) -> CallContext:
         return CallContext(self.name, method, {0: f"log {self._log}"})

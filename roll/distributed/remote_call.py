@@ -1,41 +1,56 @@
-"""A call of all ranks of a cluster: the call in progress, and a client that makes such calls from any process."""
+"""A call of ranks of a cluster: the call in progress, and the client that makes such calls from any process."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
 
 from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
+from roll.distributed.rpc_batching import RpcClient, rpc_client
 from roll.distributed.worker import Worker
 
 T = TypeVar("T")
 WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
+P = ParamSpec("P")
 ArgumentT = TypeVar("ArgumentT")
 ResultT = TypeVar("ResultT")
+Answer = concurrent.futures.Future[Any] | asyncio.Future[Any]
+
+ALL = None
+"""In place of the ranks of a call: every rank."""
 
 FAILURE_GRACE_S = 1.0
 """After a first failure, how long other ranks may still fail: a broken collective fails on several ranks within
 milliseconds and the earliest failure is the cause."""
 
 
-@dataclass(frozen=True)
-class ShardsClient(Generic[WorkerT]):
-    """Calls the ranks of a cluster from any process; `Cluster.shards_client` makes it. It can be pickled.
+@dataclass(eq=False)
+class ClusterClient(Generic[WorkerT]):
+    """Calls the ranks of a cluster from any process. It can be pickled.
+
+    Methods of the worker class marked with `register` are called by reference, so that editors and mypy follow them:
+
+        loaded = await actor.call(ALL, TrainWorker.load_checkpoint, folder)
+
+    A call starts at once and returns a `RemoteCall`: `await` it or `.get()` it. Calls of one client reach each rank in
+    the order they were made.
 
     Attributes:
         role: name of the cluster.
         actors: handle of each rank.
-        layout: of the ranks.
+        layout: sizes of its parallel dimensions.
         platform: name of the platform that its devices are on.
         locations: where each rank runs, for messages.
         deadlines: seconds by the method's name.
+        batched: whether calls of one event loop share messages (`rpc_batching`), which only concurrent workers take;
+            such a call is cancelled in the worker when its caller no longer waits, and has no `.get()`.
     """
 
     role: str
@@ -44,53 +59,88 @@ class ShardsClient(Generic[WorkerT]):
     platform: str
     locations: tuple[str, ...]
     deadlines: Mapping[str, float]
+    batched: bool = False
+    _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles without calls in progress."""
+        given = self.role, self.actors, self.layout, self.platform, self.locations, self.deadlines, self.batched
+        return ClusterClient, given
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; an engine that spans tensor-parallel devices is one."""
+        return len(self.actors)
 
     @overload
-    def call_shards(
-        self, method: Callable[[WorkerT, ArgumentT], Awaitable[ResultT]], shards: Sequence[ArgumentT]
+    def call(
+        self,
+        ranks: Sequence[int] | None,
+        method: Callable[Concatenate[WorkerT, P], Awaitable[ResultT]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> RemoteCall[list[ResultT]]: ...
     @overload
+    def call(
+        self,
+        ranks: Sequence[int] | None,
+        method: Callable[Concatenate[WorkerT, P], ResultT],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> RemoteCall[list[ResultT]]: ...
+    def call(
+        self, ranks: Sequence[int] | None, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> RemoteCall[list[Any]]:
+        """Calls these ranks, or ALL, with the same arguments; the result is a list in their order."""
+        ranks = range(self.world_size) if ranks is None else ranks
+        return self._call(method.__name__, dict.fromkeys(ranks, args), ranks, kwargs)
+
     def call_shards(
         self, method: Callable[[WorkerT, ArgumentT], ResultT], shards: Sequence[ArgumentT]
-    ) -> RemoteCall[list[ResultT]]: ...
-    def call_shards(self, method: Callable[[Any, Any], Any], shards: Sequence[Any]) -> RemoteCall[list[Any]]:
-        """See `Cluster.call_shards`."""
-        layout, ranks = self.layout, range(len(self.actors))
-        check_length(f"{self.role}.{method.__name__}", shards, layout.data, "data-parallel ranks")
-        refs = [ray.put(shard) for shard in shards]
-        arguments = {rank: (refs[layout.coordinates(rank).data],) for rank in ranks}
-        answering = [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
-        return self.call_ranks(method.__name__, arguments, answering)
+    ) -> RemoteCall[list[ResultT]]:
+        """Calls every rank of data index d with `shards[d]`, which is put in the object store once.
 
-    def call_ranks(
+        The result is a list by data index, from tensor rank 0 of the last pipeline stage.
+
+        Raises:
+            ValueError: there is not one shard per data-parallel rank.
+        """
+        layout, name = self.layout, method.__name__
+        if len(shards) != layout.data:
+            raise ValueError(f"{self.role}.{name}: {len(shards)} shards; give one to each of {layout.data} data ranks")
+        refs = [ray.put(shard) for shard in shards]
+        given = {rank: (refs[layout.coordinates(rank).data],) for rank in range(self.world_size)}
+        answering = [layout.rank(0, index, layout.pipeline - 1) for index in range(layout.data)]
+        return self._call(name, given, answering)
+
+    def _call(
         self,
         name: str,
-        arguments: Mapping[int, tuple[Any, ...]],
+        given: Mapping[int, tuple[Any, ...]],
         answering: Sequence[int],
         keywords: Mapping[str, Any] | None = None,
     ) -> RemoteCall[list[Any]]:
-        """Calls method `name` on each rank r of `arguments` with `arguments[r]`.
-
-        Returns:
-            The answers of the ranks in `answering`, in their order.
-        """
+        """Calls the ranks of `given`, each with its own arguments; the result has the answers of `answering`."""
         if name not in self.deadlines:
             raise AttributeError(f"{self.role} has no method {name!r}; its workers register {sorted(self.deadlines)}")
-        refs = [
-            self.actors[rank].call.remote(name, rank in answering, *given, **(keywords or {}))
-            for rank, given in arguments.items()
-        ]
-        context = CallContext(self.role, name, {rank: self.locations[rank] for rank in arguments})
-        places = [list(arguments).index(rank) for rank in answering]
-        return RemoteCall(context, refs, lambda answers: [answers[place] for place in places], self.deadlines[name])
-
-
-def check_length(name: str, arguments: Sequence[object], length: int, receivers: str) -> None:
-    """Raises ValueError unless there is one argument for each receiver of the call `name`."""
-    if len(arguments) != length:
-        raise ValueError(
-            f"{name}: needs a list with one entry for each of {length} {receivers}, got {len(arguments)} entries"
+        answers = [self._send(rank, name, rank in answering, *args, **keywords or {}) for rank, args in given.items()]
+        places = [list(given).index(rank) for rank in answering]
+        return RemoteCall(
+            self._context(name, *given), answers, lambda found: [found[place] for place in places], self.deadlines[name]
         )
+
+    def _context(self, name: str, *ranks: int) -> CallContext:
+        return CallContext(self.role, name, {rank: self.locations[rank] for rank in ranks})
+
+    def _send(self, rank: int, *args: Any, **keywords: Any) -> Answer:
+        if not self.batched:
+            answer: Answer = self.actors[rank].call.remote(*args, **keywords).future()
+            return answer
+        if rank not in self._clients:
+            self._clients[rank] = rpc_client(self.actors[rank])
+        return self._clients[rank].call(*args, **keywords)
 
 
 class RemoteCall(Generic[T]):
@@ -101,18 +151,20 @@ class RemoteCall(Generic[T]):
     """
 
     def __init__(
-        self,
-        context: CallContext,
-        refs: Sequence[ray.ObjectRef[Any]],
-        collect: Callable[[list[Any]], T],
-        timeout_s: float,
+        self, context: CallContext, answers: Sequence[Answer], collect: Callable[[list[Any]], T], timeout_s: float
     ) -> None:
         """Starts the clock; an enclosing `deadline_scope` may shorten the timeout.
 
-        `collect` makes the result of the answers of `refs`, one for each rank of the context, in that order.
+        `collect` makes the result of the `answers`, one for each rank of the context, in that order.
         """
-        self._context, self._refs, self._collect = context, dict(zip(context.locations, refs, strict=True)), collect
-        self._timeout_s, self._start = seconds_left(timeout_s), time.monotonic()
+        self._context, self._answers, self._collect = (
+            context,
+            dict(zip(context.locations, answers, strict=True)),
+            collect,
+        )
+        self._timeout_s = seconds_left(timeout_s)
+        self._until = time.monotonic() + self._timeout_s
+        self._found: dict[int, Any] = {}
 
     def get(self) -> T:
         """The result.
@@ -120,72 +172,58 @@ class RemoteCall(Generic[T]):
         Raises:
             ClusterError: a rank raised, died, or did not answer in time.
         """
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._refs):
-            open_ranks = [rank for rank in self._refs if rank not in answers]
-            ready, _ = ray.wait([self._refs[rank] for rank in open_ranks], timeout=self._remaining())
-            if not ready:
-                raise self._context.timed_out(open_ranks, self._timeout_s)
-            self._fetch(answers, ready)
-            if _failures(answers):
-                rest = [ref for rank, ref in self._refs.items() if rank not in answers]
-                more = ray.wait(rest, num_returns=len(rest), timeout=FAILURE_GRACE_S)[0] if rest else []
-                self._fetch(answers, more)
-                raise self._context.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in self._refs])
+        while pending := self._pending():
+            concurrent.futures.wait(pending, self._seconds_left(), concurrent.futures.FIRST_COMPLETED)
+        return self._result()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
     async def _wait(self) -> T:
-        waits = {rank: asyncio.wrap_future(_future(ref)) for rank, ref in self._refs.items()}
+        waits = {answer: asyncio.wrap_future(answer) for answer in self._answers.values()}
         for wait in waits.values():
             wait.add_done_callback(retrieve_error)
-        answers: dict[int, Any] = {}
-        while len(answers) < len(waits):
-            open_ranks = [rank for rank in waits if rank not in answers]
-            done, _ = await asyncio.wait(
-                [waits[rank] for rank in open_ranks], timeout=self._remaining(), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                raise self._context.timed_out(open_ranks, self._timeout_s)
-            _take_done(answers, waits)
-            if _failures(answers):
-                if len(answers) < len(waits):
-                    await asyncio.wait(waits.values(), timeout=FAILURE_GRACE_S)
-                _take_done(answers, waits)
-                raise self._context.failed(_failures(answers))
-        return self._collect([answers[rank] for rank in waits])
+        try:
+            while pending := self._pending():
+                open_waits = [waits[answer] for answer in pending]
+                await asyncio.wait(open_waits, timeout=self._seconds_left(), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for answer in self._answers.values():
+                if isinstance(answer, asyncio.Future):  # of a batched call: it is cancelled in the worker too
+                    answer.cancel()
+        return self._result()
 
-    def _fetch(self, answers: dict[int, Any], ready: Sequence[ray.ObjectRef[Any]]) -> None:
-        ranks = {ref: rank for rank, ref in self._refs.items()}
-        for ref in ready:
-            rank = ranks[ref]
-            try:
-                answers[rank] = ray.get(ref)
-            except ray.exceptions.RayError as error:
-                answers[rank] = ray_failure(rank, error)
+    def _pending(self) -> list[Any]:
+        """The answers to wait for; none when time is up, which is FAILURE_GRACE_S after the first failure."""
+        for rank, answer in self._answers.items():
+            if rank not in self._found and answer.done():
+                found = _found(rank, answer)
+                if isinstance(found, Failure) and not self._failures():
+                    self._until = time.monotonic() + FAILURE_GRACE_S
+                self._found[rank] = found
+        pending = [answer for rank, answer in self._answers.items() if rank not in self._found]
+        return pending if self._seconds_left() > 0 else []
 
-    def _remaining(self) -> float:
-        return max(0.0, self._start + self._timeout_s - time.monotonic())
+    def _failures(self) -> list[Failure]:
+        return [found for found in self._found.values() if isinstance(found, Failure)]
+
+    def _result(self) -> T:
+        if failures := self._failures():
+            raise self._context.failed(failures)
+        if late := [rank for rank in self._answers if rank not in self._found]:
+            raise self._context.timed_out(late, self._timeout_s)
+        return self._collect([self._found[rank] for rank in self._answers])
+
+    def _seconds_left(self) -> float:
+        return self._until - time.monotonic()
 
 
-def _future(ref: ray.ObjectRef[Any]) -> Future[Any]:
-    return ref.future()
+def _found(rank: int, answer: Any) -> Any:
+    error = answer.exception()
+    return answer.result() if error is None else ray_failure(rank, error)
 
 
 def retrieve_error(wait: asyncio.Future[Any]) -> None:
     """Retrieves the error of a call, also if its caller was cancelled: asyncio logs an error that is not retrieved."""
     if not wait.cancelled():
         wait.exception()
-
-
-def _take_done(answers: dict[int, Any], waits: Mapping[int, asyncio.Future[Any]]) -> None:
-    for rank, wait in waits.items():
-        if wait.done() and rank not in answers:
-            error = wait.exception()
-            answers[rank] = wait.result() if error is None else ray_failure(rank, error)
-
-
-def _failures(answers: Mapping[int, Any]) -> list[Failure]:
-    return [answer for answer in answers.values() if isinstance(answer, Failure)]

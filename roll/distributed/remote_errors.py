@@ -82,12 +82,13 @@ RAY_GUESSES = re.compile(r"There are some potential root causes|Some common caus
 
 
 def ray_failure(rank: int, error: BaseException) -> Failure:
-    """Ray's own error about a call, as a rule that the process has died."""
+    """The error of a call that its worker did not answer: as a rule its process died, else the text is a traceback."""
     died = isinstance(error, ray.exceptions.RayActorError)
     kind = PROCESS_DIED if died else type(error).__name__
     text = RAY_GUESSES.split(str(error))[0].rstrip() if died else str(error)
-    text = text or kind
-    return Failure(rank, time.time(), kind, text.splitlines()[0], text)
+    text = text.strip() or kind
+    message = text.splitlines()[-1 if text.startswith("Traceback") else 0]
+    return Failure(rank, time.time(), kind, message, text)
 
 
 class ClusterError(RuntimeError):

@@ -9,26 +9,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any
 
-import ray
-
-from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
-from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, MessageError, pickled
-from roll.distributed.worker import Worker
+from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, pickled
 
 logger = logging.getLogger(__name__)
-
-WorkerT = TypeVar("WorkerT", bound=Worker, covariant=True)
-Args = TypeVarTuple("Args")
-ResultT = TypeVar("ResultT")
 
 
 class CallError(RuntimeError):
@@ -42,6 +33,7 @@ class Call:
     number: int
     method: str
     args: tuple[Any, ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class RpcServer:
     """The actor's side: runs calls concurrently and keeps their answers until the client collects them."""
 
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
-        """`run(method, *args)` executes one call."""
+        """`run(method, *args, **keywords)` executes one call."""
         self._run = run
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
@@ -135,7 +127,7 @@ class RpcServer:
 
     async def _answer(self, client_id: str, call: Call) -> None:
         try:
-            answer = Answer(call.number, await self._run(call.method, *call.args))
+            answer = Answer(call.number, await self._run(call.method, *call.args, **call.keywords))
         except Exception as error:
             answer = Answer(call.number, None, "".join(traceback.format_exception(error)))
         self._answers[client_id].put_nowait(answer)
@@ -200,7 +192,7 @@ class RpcClient:
         self._sender: asyncio.Task[None] | None = None
         self._collector: asyncio.Task[None] | None = None
 
-    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *args: Any, **keywords: Any) -> asyncio.Future[Any]:
         """The future answer.
 
         Raises:
@@ -210,7 +202,7 @@ class RpcClient:
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: self._cancel(number, done))
-        self._unsent.append(Call(number, method, args))
+        self._unsent.append(Call(number, method, args, keywords))
         self._send_soon()
         return future
 
@@ -263,56 +255,3 @@ def rpc_client(actor: Any) -> RpcClient:
     """A client of a Ray actor whose class is an `RpcActor`."""
     transport = ActorTransport(actor)
     return RpcClient(transport.submit, transport.collect)
-
-
-@dataclass(frozen=True)
-class ClusterClient(Generic[WorkerT]):
-    """Calls single ranks of a concurrent cluster from any process; `Cluster.client` makes it. For one event loop.
-
-    Attributes:
-        role: name of the cluster.
-        actors: handle of each rank.
-        locations: where each rank runs, for messages.
-        deadlines: seconds by the method's name.
-    """
-
-    role: str
-    actors: tuple[Any, ...]
-    locations: tuple[str, ...]
-    deadlines: Mapping[str, float]
-    _clients: dict[int, RpcClient] = field(init=False, default_factory=dict, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles without calls in progress."""
-        return ClusterClient, (self.role, self.actors, self.locations, self.deadlines)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.actors)
-
-    async def call(self, rank: int, method: Callable[[WorkerT, *Args], Awaitable[ResultT]], *args: *Args) -> ResultT:
-        """The answer of one rank. Concurrent calls are batched.
-
-        Raises:
-            ClusterError: the rank raised, died, or did not answer in time.
-        """
-        name = method.__name__
-        context = CallContext(self.role, name, {rank: self.locations[rank]})
-        timeout_s = seconds_left(self.deadlines[name])
-        if rank not in self._clients:
-            self._clients[rank] = rpc_client(self.actors[rank])
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._clients[rank].call(name, *args)
-        except TimeoutError:
-            raise context.timed_out([rank], timeout_s) from None
-        except ray.exceptions.RayError as error:
-            answer = ray_failure(rank, error)
-        except (CallError, MessageError) as error:
-            text = str(error).strip()
-            answer = Failure(rank, time.time(), type(error).__name__, text.splitlines()[-1], text)
-        if isinstance(answer, Failure):
-            raise context.failed([answer])
-        result: ResultT = answer
-        return result

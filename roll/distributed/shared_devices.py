@@ -18,6 +18,7 @@ from enum import Enum
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import CACHE, WEIGHTS, InferWorker
+from roll.distributed.remote_call import ALL
 from roll.distributed.train.host_copies import ALL_STATES, StateKind
 from roll.distributed.train.train_worker import TrainWorker
 
@@ -94,7 +95,7 @@ class SharedDevices:
         if self._certain == self._possible == target:
             return
         if CACHE in self._possible.engines - target.engines:
-            await self._infer.call_all(InferWorker.pause, mode)
+            await self._infer.call(ALL, InferWorker.pause, mode)
         await self._offload(target)
         await self._load(target)
 
@@ -104,9 +105,9 @@ class SharedDevices:
         calls: list[Awaitable[object]] = []
         for name, clusters in self._clusters.items():
             if leaving := getattr(held, name) - getattr(target, name):
-                calls += [cluster.call_all(TrainWorker.offload_states, sorted(leaving)) for cluster in clusters]
+                calls += [cluster.call(ALL, TrainWorker.offload_states, sorted(leaving)) for cluster in clusters]
         if freed := held.engines - target.engines:
-            calls.append(self._infer.call_all(InferWorker.release_memory, sorted(freed)))
+            calls.append(self._infer.call(ALL, InferWorker.release_memory, sorted(freed)))
         await _all(calls)
         self._possible = held & target
 
@@ -116,9 +117,9 @@ class SharedDevices:
         calls: list[Awaitable[object]] = []
         for name, clusters in self._clusters.items():
             if coming := getattr(target, name) - getattr(held, name):
-                calls += [cluster.call_all(TrainWorker.load_states, sorted(coming)) for cluster in clusters]
+                calls += [cluster.call(ALL, TrainWorker.load_states, sorted(coming)) for cluster in clusters]
         if taken := target.engines - held.engines:
-            calls.append(self._infer.call_all(InferWorker.resume_memory, sorted(taken)))
+            calls.append(self._infer.call(ALL, InferWorker.resume_memory, sorted(taken)))
         await _all(calls)
         self._certain = target
 

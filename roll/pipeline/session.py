@@ -251,7 +251,7 @@ class Session:
             monitor, cause = self.monitors.get(cluster.role), "it was down when the trainer failed"
             if monitor is None or engine in (*monitor.serving, *monitor.started):
                 try:
-                    await cluster.call_some(InferWorker.leave_trainer, [engine], cluster.role == "actor_infer")
+                    await cluster.call([engine], InferWorker.leave_trainer, cluster.role == "actor_infer")
                     return
                 except ClusterError as error:
                     cause = one_line(error)

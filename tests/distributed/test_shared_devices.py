@@ -37,7 +37,7 @@ class Role:
     def __init__(self, name: str, devices: Devices) -> None:
         self.name, self.devices = name, devices
 
-    async def call_all(self, method: Any, argument: Any) -> None:
+    async def call(self, ranks: None, method: Any, argument: Any) -> None:
         name, devices = method.__name__, self.devices
         devices.calls.append(f"{self.name} {name} {argument if isinstance(argument, str) else ' '.join(argument)}")
         for what in () if name == "pause" else argument:

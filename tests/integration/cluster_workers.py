@@ -23,10 +23,6 @@ class Echo(Worker):
         return self.rank.rank, value, extra
 
     @register()
-    def own(self, value: Any) -> Any:
-        return value
-
-    @register()
     def shard(self, data: list[int]) -> tuple[int, list[int]]:
         return self.rank.rank, data
 

@@ -25,6 +25,7 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.processes import has_ended, log_file
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_actor import RemoteActor
+from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager
 
@@ -58,18 +59,15 @@ def echo(config: BaseConfig, resources: ResourceManager) -> Iterator[Cluster[Ech
     cluster.shutdown()
 
 
-def test_call_all_gives_every_rank_the_same(echo: Cluster[Echo]) -> None:
-    assert echo.call_all(Echo.same, "x", extra=3).get() == [(rank, "x", 3) for rank in range(4)]
-
-
-def test_call_each_gives_every_rank_its_own(echo: Cluster[Echo]) -> None:
-    assert echo.call_each(Echo.own, [5, 6, 7, 8]).get() == [5, 6, 7, 8]
-    with pytest.raises(ValueError, match="one entry for each of 4 ranks, got 2 entries"):
-        echo.call_each(Echo.own, [5, 6])
+def test_a_call_gives_the_ranks_it_names_the_same(echo: Cluster[Echo]) -> None:
+    assert echo.call(ALL, Echo.same, "x", extra=3).get() == [(rank, "x", 3) for rank in range(4)]
+    assert echo.call([2, 0], Echo.same, "y").get() == [(2, "y", 0), (0, "y", 0)]
 
 
 def test_call_shards_gives_each_data_index_its_shard_and_collects_in_order(echo: Cluster[Echo]) -> None:
     assert asyncio.run(result_of(echo.call_shards(Echo.shard, [[0, 1, 2], [3, 4]]))) == [(0, [0, 1, 2]), (2, [3, 4])]
+    with pytest.raises(ValueError, match="echo.shard: 1 shards; give one to each of 2 data ranks"):
+        echo.call_shards(Echo.shard, [[0]])
 
 
 async def result_of(call: Any) -> Any:
@@ -77,8 +75,8 @@ async def result_of(call: Any) -> Any:
 
 
 def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster[Echo]) -> None:
-    found = echo.call_all(Echo.surroundings).get()[0]
-    rank = echo.call_all(Echo.describe).get()[0]
+    found = echo.call(ALL, Echo.surroundings).get()[0]
+    rank = echo.call(ALL, Echo.describe).get()[0]
     assert tuple(found["affinity"]) == rank.cores and found["threads"] == rank.threads
     assert found["env"] == {
         "RANK": "0",
@@ -91,13 +89,13 @@ def test_a_process_knows_its_cores_threads_and_environment(echo: Cluster[Echo]) 
 
 def test_a_method_that_is_not_registered_is_refused_with_those_that_are(echo: Cluster[Echo]) -> None:
     with pytest.raises(AttributeError, match="echo has no method 'not_registered'; its workers register .*'same'"):
-        echo.call_all(Echo.not_registered)
+        echo.call(ALL, Echo.not_registered)
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
 def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[Echo], waits: str) -> None:
     with pytest.raises(ClusterError) as caught:
-        call = echo.call_all(Echo.stumble, 2)
+        call = echo.call(ALL, Echo.stumble, 2)
         call.get() if waits == "get" else asyncio.run(result_of(call))
     message = str(caught.value)
     assert message.startswith("echo.stumble failed on rank 2 (node 0, devices 2, log ")
@@ -107,7 +105,7 @@ def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[E
 
 def test_a_call_that_failed_within_a_call_fails_as_that_call(echo: Cluster[Echo]) -> None:
     with pytest.raises(ClusterError, match="^reward.score failed on rank 2$") as caught:
-        echo.call_all(Echo.call_dead_rank).get()
+        echo.call(ALL, Echo.call_dead_rank).get()
     assert (caught.value.role, caught.value.rank, caught.value.process_failed) == ("reward", 2, True)
 
 
@@ -115,25 +113,25 @@ def test_an_error_for_the_user_arrives_as_its_sentence_and_its_traceback_is_in_t
     config: BaseConfig, echo: Cluster[Echo]
 ) -> None:
     with pytest.raises(ClusterError, match="^pretrain: is not a folder; give one$"):
-        echo.call_all(Echo.refuse).get()
+        echo.call(ALL, Echo.refuse).get()
     assert "Traceback" in Path(log_file(config, "echo-0")).read_text()
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
 def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster[Echo], waits: str) -> None:
     with deadline_scope(time.monotonic() + 0.3):
-        call = echo.call_all(Echo.sleep, 1, 1.5)
+        call = echo.call(ALL, Echo.sleep, 1, 1.5)
     with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.[23]\d* s from rank 1 \(node 0,") as e:
         call.get() if waits == "get" else asyncio.run(result_of(call))
     assert e.value.kind == "Timeout"
-    echo.call_all(Echo.same, 0).get()
+    echo.call(ALL, Echo.same, 0).get()
 
 
 def test_concurrent_workers_run_calls_concurrently(config: BaseConfig, resources: ResourceManager) -> None:
     cluster = Cluster("side", AsyncEcho, RoleConfig(device_mapping=[4]), config, resources, ParallelLayout())
-    cluster.call_all(AsyncEcho.meet, "warm").get()
+    cluster.call(ALL, AsyncEcho.meet, "warm").get()
     start = time.monotonic()
-    calls = [cluster.call_all(AsyncEcho.meet, str(index)) for index in range(10)]
+    calls = [cluster.call(ALL, AsyncEcho.meet, str(index)) for index in range(10)]
     assert all(call.get()[0] >= 0.4 for call in calls)
     assert time.monotonic() - start < 3
     cluster.shutdown()
@@ -141,11 +139,11 @@ def test_concurrent_workers_run_calls_concurrently(config: BaseConfig, resources
 
 def test_a_dead_rank_is_named_and_shutdown_leaves_no_process(config: BaseConfig, resources: ResourceManager) -> None:
     cluster = make(config, resources)
-    children = cluster.call_all(Echo.spawn).get()
-    own = cluster.call_all(Echo.process_id).get()
+    children = cluster.call(ALL, Echo.spawn).get()
+    own = cluster.call(ALL, Echo.process_id).get()
     processes = [psutil.Process(process) for process in own + children]
     with pytest.raises(ClusterError) as caught:
-        cluster.call_all(Echo.die, 3).get()
+        cluster.call(ALL, Echo.die, 3).get()
     assert (caught.value.rank, caught.value.kind) == (3, PROCESS_DIED)
     cluster.shutdown()
     assert all(has_ended(process) for process in processes)
@@ -161,7 +159,7 @@ def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
     first.wait(10)
     for responsive in (False, True):
         asyncio.run(cluster.restart(0, responsive))
-        [child] = cluster.call_all(AsyncEcho.spawn).get()
+        [child] = cluster.call(ALL, AsyncEcho.spawn).get()
         started = psutil.Process(child)
         assert cluster.local_processes[0].pid == started.ppid()
     cluster.shutdown()
@@ -234,16 +232,16 @@ def test_another_ray_on_this_machine_is_not_joined() -> None:
 DRIVER = f"""
 import signal, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cluster import LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray, stop_ray
+from test_cluster import ALL, LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray, stop_ray
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     config = BaseConfig(output_dir=sys.argv[1])
     start_ray(config, "cpu", 4)
     resources = ResourceManager("cpu", 4, {{"echo": [0, 1, 2, 3]}})
     cluster = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, LAYOUT)
-    cluster.call_all(Echo.same, 1).get()
+    cluster.call(ALL, Echo.same, 1).get()
     print("ready", flush=True)
-    sleeping = cluster.call_all(Echo.sleep, 0, 600.0)
+    sleeping = cluster.call(ALL, Echo.sleep, 0, 600.0)
     try:
         time.sleep(600)
     finally:

@@ -26,6 +26,7 @@ from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.ray_session import CPU_SLOT, start_ray, stop_ray
+from roll.distributed.remote_call import ALL
 from roll.distributed.resources import ResourceError, ResourceManager
 from roll.tools.doctor import measure
 from tests.configs.samples import SFT, write
@@ -82,7 +83,7 @@ def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: RayNod
         ResourceManager("cpu", 2, {"other": [0]})
     layout = ParallelLayout(data=2, tensor=2)
     echo = Cluster("echo", Echo, RoleConfig(device_mapping=[0, 1, 2, 3]), config, resources, layout)
-    ranks = echo.call_all(Echo.describe).get()
+    ranks = echo.call(ALL, Echo.describe).get()
     assert echo.nodes == {0, 1}
     assert [(rank.node, rank.devices, rank.master_address) for rank in ranks] == [
         (node, (device,), ranks[0].address) for node, device in ((0, 0), (0, 1), (1, 2), (1, 3))
@@ -134,7 +135,7 @@ def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: Ra
         "NCCL_NVLS_ENABLE": ["1"] * 4,  # the recipe's own wins
         "CUBLAS_WORKSPACE_CONFIG": [":4096:8"] * 4,
     }
-    assert {name: echo.call_all(Echo.variable, name).get() for name in expected} == expected
+    assert {name: echo.call(ALL, Echo.variable, name).get() for name in expected} == expected
     echo.shutdown()
     resources.release()
 

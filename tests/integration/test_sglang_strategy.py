@@ -93,7 +93,7 @@ def update(offer):
 
     def update(engine, model, version, ranks=1):
         engine.begin_update(version)
-        engine.receive_shared([offer(model.state_dict())] * ranks)
+        engine.receive_shared([[offer(model.state_dict())] * ranks])
         engine.end_update(version)
         engine.commit_update()
 
@@ -336,7 +336,7 @@ def test_a_session_left_open_by_an_error_is_closed_by_the_next(engine):
 def test_updates_outside_a_session_are_refused(engine, model, offer):
     handle = offer({"model.norm.weight": model.model.norm.weight.detach()})
     with pytest.raises(ray.exceptions.RayTaskError, match="must run between"):
-        engine.receive_shared([handle])
+        engine.receive_shared([[handle]])
     with pytest.raises(ray.exceptions.RayTaskError, match="no weight-update session is open"):
         engine.end_update(12)
 

@@ -30,6 +30,7 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.processes import descendants
 from roll.distributed.ray_session import start_ray, stop_ray
+from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager
 from roll.distributed.weights.report import Transfer, UpdateReport
@@ -146,7 +147,7 @@ def requests_of(world: World, temperature: float, count: int = 6) -> list[Genera
 def generate(world: World, temperature: float) -> list[tuple[list[int], GenerateResult]]:
     """Prompts and what the engine answers."""
     requests = requests_of(world, temperature)
-    [answers] = world.engine.call_each(InferWorker.generate, [requests]).get()
+    [answers] = world.engine.call(ALL, InferWorker.generate, requests).get()
     assert [answer.error for answer in answers] == [None] * len(requests)
     return [(request.prompt_ids, answer) for request, answer in zip(requests, answers, strict=True)]
 
@@ -193,7 +194,7 @@ def check_three_updates(world: World, role: str, path: str) -> None:
         assert report.verified and report.attempts == 1
         assert disagreement(world, role, 1.0) < 1e-4
         assert disagreement(world, role, 0.7) < 1e-4
-        world.train[role].call_all(FaultyWorker.scale_weights, 0.97).get()
+        world.train[role].call(ALL, FaultyWorker.scale_weights, 0.97).get()
 
 
 def test_weights_are_verified_once_where_configured(world: World) -> None:
@@ -212,7 +213,7 @@ def test_requests_that_arrive_during_an_update_wait_for_the_new_weights(
     transfer = transport.transfer
 
     async def transfer_under_requests(checksums: bool) -> Transfer:
-        arrived.append(world.engine.call_each(InferWorker.generate, [requests_of(world, 1.0)]))
+        arrived.append(world.engine.call(ALL, InferWorker.generate, requests_of(world, 1.0)))
         await asyncio.sleep(0.2)  # so that they reach the engine before the first tensor does
         return await transfer(checksums)
 
@@ -260,18 +261,18 @@ def test_an_update_that_hangs_ends_in_time_and_names_the_rank_without_an_answer(
     synchronizer = WeightSynchronizer(world.train["tp2"], world.engine, hasty)
     asyncio.run(synchronizer.setup())
     fault = Fault("hang", "model.layers.3.mlp.down_proj.weight")
-    world.train["tp2"].call_all(FaultyWorker.set_fault, fault).get()
+    world.train["tp2"].call(ALL, FaultyWorker.set_fault, fault).get()
     start = time.monotonic()
     with pytest.raises(ClusterError, match=r"tp2.fill_bucket: no answer within .* s from rank [01] \("):
         asyncio.run(synchronizer.update_weights(world.version))
     assert time.monotonic() - start < 3 * hasty.sync_timeout_s + 2 * STEP_GRACE_S
-    world.train["tp2"].call_all(FaultyWorker.set_fault, None).get()
+    world.train["tp2"].call(ALL, FaultyWorker.set_fault, None).get()
     update(world, "tp2 shared")
     assert disagreement(world, "tp2", 1.0) < 1e-4
 
 
 def test_an_engine_gets_its_weights_from_the_rank_on_its_own_device(world: World) -> None:
-    world.train["tp2"].call_all(FaultyWorker.gather_as_on_a_gpu).get()
+    world.train["tp2"].call(ALL, FaultyWorker.gather_as_on_a_gpu).get()
     check_three_updates(world, "tp2", "tp2 own rank")
 
 
@@ -284,9 +285,9 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
     update(world, "tp2 shared")
     used = []
     for dies in ("scheduler", "fork_server", "fork_server", "stopped fork_server", "scheduler"):
-        [numbers] = world.engine.call_all(InferWorker.process_ids).get()
-        world.engine.call_all(InferWorker.begin_update, world.version).get()
-        waiting = world.engine.call_each(InferWorker.generate, [requests_of(world, 1.0)])
+        [numbers] = world.engine.call(ALL, InferWorker.process_ids).get()
+        world.engine.call(ALL, InferWorker.begin_update, world.version).get()
+        waiting = world.engine.call(ALL, InferWorker.generate, requests_of(world, 1.0))
         [server] = [
             child for child in psutil.Process(numbers[0]).children() if "fork_server" in "".join(child.cmdline())
         ]
@@ -296,17 +297,17 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
             server.suspend()
         for process in [server] if dies == "fork_server" else map(psutil.Process, numbers[1:]):
             process.kill()
-        world.engine.call_all(InferWorker.start_again, True).get()
+        world.engine.call(ALL, InferWorker.start_again, True).get()
         with pytest.raises(ClusterError) as caught:
             waiting.get()
         assert caught.value.kind in DOWN
         with pytest.raises(ClusterError, match="it was restarted within the weight update"):
-            world.engine.call_all(InferWorker.commit_update).get()
-        assert not any(world.engine.call_all(InferWorker.is_serving).get())
+            world.engine.call(ALL, InferWorker.commit_update).get()
+        assert not any(world.engine.call(ALL, InferWorker.is_serving).get())
         for path in ("tp2", "tp2 shared"):
             update(world, path)
             assert disagreement(world, "tp2", 1.0) < 1e-4
-        [restarted] = world.engine.call_all(InferWorker.process_ids).get()
+        [restarted] = world.engine.call(ALL, InferWorker.process_ids).get()
         assert restarted[0] == numbers[0] and not {*restarted[1:]} & {*numbers[1:]}
         assert len(restarted) == len(numbers)
         worker = psutil.Process(restarted[0])
@@ -318,11 +319,11 @@ def test_an_engine_is_started_again_in_the_process_of_its_worker(world: World) -
 
 
 def test_an_engine_ends_with_the_worker_that_owns_it(world: World) -> None:
-    [engine] = world.engine.call_all(InferWorker.process_ids).get()
+    [engine] = world.engine.call(ALL, InferWorker.process_ids).get()
     processes = descendants(psutil.Process(engine[0]))
     assert len(processes) >= 4, "the worker, the fork server, its scheduler, and what tracks Python's resources"
     processes[0].kill()
     assert not psutil.wait_procs(processes, timeout=20)[1]
     with pytest.raises(ClusterError) as caught:
-        world.engine.call_all(InferWorker.resume).get()
+        world.engine.call(ALL, InferWorker.resume).get()
     assert caught.value.kind == "ProcessDied"

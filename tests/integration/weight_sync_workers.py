@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from roll.distributed.cluster import Cluster
+from roll.distributed.remote_call import ALL
 from roll.distributed.train import weight_sender as sender
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendError
@@ -137,12 +138,12 @@ class FaultySynchronizer(WeightSynchronizer):
         sources = self._transport.sources
         if fault.kind == "drop":
             self._transport.sources = [replace(source, specs=_without(source.specs, fault.name)) for source in sources]
-        await self._train.call_all(FaultyWorker.set_fault, fault)
+        await self._train.call(ALL, FaultyWorker.set_fault, fault)
         try:
             return await self.update_weights(version)
         finally:
             self._transport.sources = sources
-            await self._train.call_all(FaultyWorker.set_fault, None)
+            await self._train.call(ALL, FaultyWorker.set_fault, None)
 
 
 def _without(specs: list[WeightSpec], name: str) -> list[WeightSpec]:

@@ -43,7 +43,7 @@ class BigramCluster:
         result: list[Any] = await getattr(self, method.__name__)(shards)
         return result
 
-    async def call_all(self, method: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, ranks: None, method: Callable[..., Any], *args: Any) -> Any:
         """As `call_shards`, with the same arguments for every rank."""
         return await getattr(self, method.__name__)(*args)
 

@@ -81,7 +81,7 @@ class Running:
     async def cancel_calls(self) -> None:
         self.log.append(f"{self.role}: calls are cancelled")
 
-    async def call_some(self, method: Any, engines: list[int], needs_weights: bool) -> None:
+    async def call(self, engines: list[int], method: Any, needs_weights: bool) -> None:
         if self.error is not None and engines == [0]:
             raise self.error
         self.log.append(f"{self.role}: {method.__name__}({needs_weights})")

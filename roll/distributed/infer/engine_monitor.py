@@ -281,7 +281,7 @@ class EngineMonitor:
         updates = self._updates
         try:
             with deadline_scope(time.monotonic() + (timeout_s or 0.0) + watch_s + CALL_GRACE_S):
-                await self._infer.call_some(InferWorker.check_health, [engine], timeout_s, watch_s)
+                await self._infer.call([engine], InferWorker.check_health, timeout_s, watch_s)
         except ClusterError as error:
             died = error.kind in (PROCESS_DIED, EngineNotRunningError.__name__)
             if died or not (self._updating or updates != self._updates):
@@ -303,7 +303,7 @@ class EngineMonitor:
                 if new_process:
                     await self._infer.restart(engine, responsive)
                 new_process = True
-                await self._infer.call_some(InferWorker.start_again, [engine], self._needs_weights)
+                await self._infer.call([engine], InferWorker.start_again, self._needs_weights)
             except NodeLostError as error:
                 await self._lose(engine, f"is not restarted: {error}")
                 return

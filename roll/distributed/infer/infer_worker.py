@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
-    from roll.distributed.rpc_batching import ClusterClient
+    from roll.distributed.remote_call import ClusterClient
 
 PROBE_TOKEN = 1
 """Prompt of the request that checks a started engine; any token id would do."""
@@ -328,7 +328,8 @@ class EngineClient:
             ClusterError: the engine failed otherwise.
         """
         try:
-            return await self.client.call(rank, InferWorker.generate, requests)
+            [results] = await self.client.call([rank], InferWorker.generate, requests)
+            return results
         except ClusterError as error:
             if error.kind in DOWN:
                 raise EngineDownError(str(error)) from error
@@ -338,6 +339,6 @@ class EngineClient:
         """Whether an engine runs and has current weights; False also where its process is being started."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self.client.call(rank, InferWorker.is_serving)
+                return (await self.client.call([rank], InferWorker.is_serving))[0]
         except (ClusterError, TimeoutError):
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.infer.sglang_checksums import Place, engine_places
@@ -188,8 +188,8 @@ class WeightReceiver(Worker):
         return name in self._places and self._places[name].parameter in self._parameters
 
     @register(deadline="sync_timeout_s")
-    async def receive_shared(self, handles: list[bytes]) -> None:
-        """Loads one bucket from shared memory of this node; `handles` has one for each rank of this engine.
+    async def receive_shared(self, handles: Sequence[Sequence[bytes]]) -> None:
+        """Loads one bucket from shared memory of this node; `handles` has one for each rank of each engine.
 
         SGLang exits on a tensor of the wrong shape and drops one of an unknown name; `checksums` reveals the second.
         On a CPU it reads handles by a patch: `roll.platforms.sglang_cpu_platform._accept_shared_memory_handles`.
@@ -197,7 +197,7 @@ class WeightReceiver(Worker):
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         message = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=handles, flush_cache=False, abort_all_requests=False
+            serialized_named_tensors=[*handles[self.rank.rank]], flush_cache=False, abort_all_requests=False
         )
         await self._control("update_weights_from_tensor", message, "load shared tensors")
 

@@ -29,6 +29,7 @@ from roll.base.events import EventLog
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
+from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendResult, StageSource
@@ -117,7 +118,7 @@ class WeightSynchronizer:
             PlanError: two stages send the same tensor.
             ClusterError: a training rank failed.
         """
-        described = await self._train.call_all(TrainWorker.describe_weights)
+        described = await self._train.call(ALL, TrainWorker.describe_weights)
         sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
         check_stages([source.specs for source in sources])
         self._transport.sources = sources
@@ -173,7 +174,7 @@ class WeightSynchronizer:
                     self._failures,
                     self._monitor.metrics(),
                 )
-        abort = partial(self._infer.call_some, InferWorker.abort_update, self._transport.engines)
+        abort = partial(self._infer.call, self._transport.engines, InferWorker.abort_update)
         await self._clean_up("abort", abort, causes)
         if self._trainer_failed(last):
             raise last from WeightUpdateError("\n".join(causes))
@@ -320,27 +321,27 @@ class WeightSynchronizer:
                 await step("disconnect", transport.disconnect())
             await step("connect", transport.connect())
             if self._devices is None:
-                await step("pause", infer.call_some(InferWorker.pause, engines, self._config.in_flight_policy))
+                await step("pause", infer.call(engines, InferWorker.pause, self._config.in_flight_policy))
             self.stale_weights = self.stale_weights or not alone
-            await step("begin", infer.call_some(InferWorker.begin_update, engines, version))
+            await step("begin", infer.call(engines, InferWorker.begin_update, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
             start = time.perf_counter()
             sent = await step("transfer", transport.transfer(verify))
             sent = replace(sent, seconds=time.perf_counter() - start)
-            await step("end", infer.call_some(InferWorker.end_update, engines, version))
+            await step("end", infer.call(engines, InferWorker.end_update, version))
             if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
-                await step("flush", infer.call_some(InferWorker.flush_cache, engines))
+                await step("flush", infer.call(engines, InferWorker.flush_cache))
             if verify:
                 await step("verify", self._verify(sent.checksums, engines))
-            await step("commit", infer.call_some(InferWorker.commit_update, engines))
+            await step("commit", infer.call(engines, InferWorker.commit_update))
             if self._devices is not None:
                 await step("hand over devices", self._devices.to_engines())
             self.stale_weights = self.stale_weights and alone
-            await step("resume", infer.call_some(InferWorker.resume, engines))
+            await step("resume", infer.call(engines, InferWorker.resume))
         return time.perf_counter() - paused, sent
 
     async def _verify(self, checksums: dict[str, str], engines: list[int]) -> None:
-        held = await self._infer.call_some(InferWorker.checksums, engines)
+        held = await self._infer.call(engines, InferWorker.checksums)
         wrong: dict[int, str] = {}
         for engine, found in zip(engines, held, strict=True):
             differences = checksum_differences(checksums, found)
@@ -447,16 +448,16 @@ class BroadcastTransport(Transport):
         world_size = 1 + len(self._members) * self._infer.layout.tensor
         backend = "gloo" if on_cpu(self._train) or shares_devices(self._train, self._infer) else "nccl"
         number = next(self._numbers)
-        held = await self._train.call_all(TrainWorker.hold_broadcast_port)
+        held = await self._train.call(ALL, TrainWorker.hold_broadcast_port)
         ports = [port for port in held if port is not None]
         self._groups = [
             BroadcastGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
             for source, port in zip(self.sources, ports, strict=True)
         ]
         await asyncio.gather(
-            self._train.call_all(TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
+            self._train.call(ALL, TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
             *(
-                self._infer.call_some(InferWorker.join_broadcast_groups, [engine], self._groups, position)
+                self._infer.call([engine], InferWorker.join_broadcast_groups, self._groups, position)
                 for position, engine in enumerate(self._members)
             ),
         )
@@ -466,8 +467,8 @@ class BroadcastTransport(Transport):
         buckets = self.buckets()
         ranks = self.checksum_ranks(checksums)
         sent, _ = await asyncio.gather(
-            self._train.call_all(TrainWorker.broadcast_weights, buckets, ranks),
-            self._infer.call_some(InferWorker.receive_broadcast, self._members, self._groups, buckets),
+            self._train.call(ALL, TrainWorker.broadcast_weights, buckets, ranks),
+            self._infer.call(self._members, InferWorker.receive_broadcast, self._groups, buckets),
         )
         return _total([result for result in sent if result is not None])
 
@@ -475,7 +476,7 @@ class BroadcastTransport(Transport):
         """Leaves the groups, source ranks first, which frees engines that wait for them; engines leave in any case."""
         groups, self._groups = self._groups, []
         try:
-            await self._train.call_all(TrainWorker.leave_broadcast_group)
+            await self._train.call(ALL, TrainWorker.leave_broadcast_group)
         finally:
             left = await asyncio.gather(
                 *(self._leave(engine, groups) for engine in self._members), return_exceptions=True
@@ -486,7 +487,7 @@ class BroadcastTransport(Transport):
 
     async def _leave(self, engine: int, groups: list[BroadcastGroup]) -> None:
         try:
-            await self._infer.call_some(InferWorker.leave_broadcast_groups, [engine], groups)
+            await self._infer.call([engine], InferWorker.leave_broadcast_groups, groups)
         except ClusterError as error:
             if error.kind not in DOWN:
                 raise
@@ -510,9 +511,9 @@ class SharedMemoryTransport(Transport):
             min(sum(sizes), max(self._bucket_bytes, *sizes))
             for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self.sources)
         ]
-        created = await self._train.call_all(TrainWorker.create_shm, largest)
+        created = await self._train.call(ALL, TrainWorker.create_shm, largest)
         addresses = [address for address in created if address is not None]
-        await self._train.call_all(TrainWorker.open_shm, addresses)
+        await self._train.call(ALL, TrainWorker.open_shm, addresses)
         self._connected = True
 
     async def transfer(self, checksums: bool) -> Transfer:
@@ -521,23 +522,23 @@ class SharedMemoryTransport(Transport):
         sent: list[SendResult] = []
         found: dict[str, str] = {}
         for index in range(max(map(len, buckets))):
-            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.handle_sources)
+            filled = await self._train.call(ALL, TrainWorker.fill_bucket, buckets, index, self.handle_sources)
             results = [result for result in filled if result is not None]
             if checksums:
-                for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):
+                for stage in await self._train.call(ALL, TrainWorker.checksum_bucket, buckets, index, ranks):
                     found |= stage or {}
             await self._loaded()
             self._loading = asyncio.ensure_future(self._load(results))
             sent += results
         await self._loaded()
-        await self._train.call_all(TrainWorker.release_buckets)
+        await self._train.call(ALL, TrainWorker.release_buckets)
         return Transfer(_total(sent).bytes, found)
 
     async def disconnect(self) -> None:
         """Ends the update on every training rank, once no engine reads what the next attempt overwrites."""
         with contextlib.suppress(Exception):  # it is already among the causes
             await self._loaded()
-        await self._train.call_all(TrainWorker.release_buckets)
+        await self._train.call(ALL, TrainWorker.release_buckets)
 
     async def _loaded(self) -> None:
         loading, self._loading = self._loading, None
@@ -551,8 +552,8 @@ class SharedMemoryTransport(Transport):
             for rank, handle in result.handles.items():
                 by_rank[rank].append(handle)
         for stage in zip(*by_rank, strict=True):  # every engine rank has one handle for each stage that sends this time
-            handles = {engine: list(stage[engine * size : (engine + 1) * size]) for engine in self.engines}
-            await self._infer.call_some_each(InferWorker.receive_shared, handles)
+            handles = [stage[engine * size : (engine + 1) * size] for engine in range(self._infer.world_size)]
+            await self._infer.call(self.engines, InferWorker.receive_shared, handles)
 
 
 def _total(results: Sequence[SendResult]) -> Transfer:

@@ -20,7 +20,7 @@ from roll.datasets.tokenizer import load_tokenizer
 from roll.distributed.infer.infer_worker import EngineClient
 from roll.distributed.infer.score_worker import NOTHING_SAMPLED
 from roll.distributed.infer.sglang_engine import scoring_length
-from roll.distributed.remote_call import ShardsClient
+from roll.distributed.remote_call import ClusterClient
 from roll.distributed.train.train_worker import TrainWorker
 from roll.hub.names import local_model
 from roll.models.families.shape import read_model_shape
@@ -44,7 +44,7 @@ class RewardModel:
         config: of the role.
     """
 
-    client: ShardsClient[TrainWorker]
+    client: ClusterClient[TrainWorker]
     config: RewardModelRoleConfig
 
     async def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -142,7 +142,7 @@ class ScoringModels:
         reward: RewardModel | RewardEngines | None = None
         judge: JudgeModel | None = None
         if ranks is not None:
-            reward = RewardModel(ranks.shards_client(), config.reward)
+            reward = RewardModel(ranks.client(), config.reward)
         if "reward" in engines:
             cluster = engines["reward"]
             assert isinstance(cluster.config, RewardEngineConfig)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.performance import PEAK_TFLOPS
 
@@ -31,17 +32,17 @@ class ActorLearner:
     async def finish_step(self) -> dict[str, float]:
         """`memory/<role>_<kind>`: the largest of any rank, in bytes; and the peak of a device, where it is known."""
         if self._peak is None:
-            self._peak = min(peak or 0.0 for peak in await self._actor.call_all(TrainWorker.peak_tflops))
+            self._peak = min(peak or 0.0 for peak in await self._actor.call(ALL, TrainWorker.peak_tflops))
         metrics = {PEAK_TFLOPS: self._peak} if self._peak else {}
         for role, cluster in self._trained.items():
-            ranks = await cluster.call_all(TrainWorker.memory)
+            ranks = await cluster.call(ALL, TrainWorker.memory)
             metrics |= {f"memory/{role}_{kind}": float(max(rank[kind] for rank in ranks)) for kind in ranks[0]}
         return metrics
 
     async def save(self, folder: Path) -> None:
         """Begins to write weights, optimizer, schedule and RNG of each role."""
         for role, cluster in self._trained.items():
-            await cluster.call_all(TrainWorker.begin_checkpoint, str(folder / role))
+            await cluster.call(ALL, TrainWorker.begin_checkpoint, str(folder / role))
 
     async def saved(self) -> float:
         """Waits until what `save` began is written; polls the ranks, since a rank answers only between its calls.
@@ -51,7 +52,7 @@ class ActorLearner:
         """
         interval, seconds = POLL_S, 0.0
         for cluster in self._trained.values():
-            while None in (waits := await cluster.call_all(TrainWorker.checkpoint_written)):
+            while None in (waits := await cluster.call(ALL, TrainWorker.checkpoint_written)):
                 await asyncio.sleep(interval)
                 interval = min(2 * interval, MAX_POLL_S)
             seconds += max(wait for wait in waits if wait is not None)
@@ -60,10 +61,10 @@ class ActorLearner:
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
         for role, cluster in self._trained.items():
-            await cluster.call_all(TrainWorker.load_checkpoint, str(folder / role))
+            await cluster.call(ALL, TrainWorker.load_checkpoint, str(folder / role))
 
     async def export_hf(self, folder: Path) -> None:
         """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
-        await self._actor.call_all(TrainWorker.export_hf, str(folder))
+        await self._actor.call(ALL, TrainWorker.export_hf, str(folder))
         if self._critic is not None:
-            await self._critic.call_all(TrainWorker.export_hf, str(folder / CRITIC))
+            await self._critic.call(ALL, TrainWorker.export_hf, str(folder / CRITIC))

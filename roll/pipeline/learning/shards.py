@@ -19,7 +19,7 @@ from roll.models.families.shape import read_model_shape
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
-    from roll.distributed.remote_call import ShardsClient
+    from roll.distributed.remote_call import ClusterClient
 
 LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """Tensors that a forward pass for log-probs needs."""
@@ -42,7 +42,7 @@ async def cluster_log_probs(
 
 
 async def forward(
-    cluster: Cluster[TrainWorker] | ShardsClient[TrainWorker],
+    cluster: ClusterClient[TrainWorker],
     method: Callable[[TrainWorker, DataProto], DataProto],
     data: DataProto,
     config: MegatronRoleConfig,

@@ -17,6 +17,7 @@ from roll.configs.roles import TORCH_DTYPES, RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.ray_session import RayStartError, start_ray, stop_ray
+from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager
 from roll.distributed.worker import Worker, register
@@ -79,8 +80,13 @@ class SpeedWorker(Worker):
         return sent / self._median_s(lambda: dist.all_reduce(self._sent)) / 1e9
 
     @register()
-    def exchange(self, partner: int | None) -> float:
-        """Bandwidth in each direction while this rank and its partner send to each other; 0 without a partner."""
+    def exchange(self, partners: Sequence[int | None]) -> float:
+        """Bandwidth in each direction while this rank and its partner send to each other; 0 without a partner.
+
+        Args:
+            partners: of each rank.
+        """
+        partner = partners[self.rank.rank]
         if partner is None:
             return 0.0
 
@@ -149,9 +155,9 @@ def _measure(cluster: Cluster[SpeedWorker], seconds: float) -> tuple[list[RankSp
     found: dict[str, list[float]] = {}
     for method in (SpeedWorker.matmul, SpeedWorker.copy, SpeedWorker.host_to_device):
         with deadline_scope(time.monotonic() + TIMEOUT_S + seconds):
-            found[method.__name__] = cluster.call_all(method, seconds).get()
+            found[method.__name__] = cluster.call(ALL, method, seconds).get()
     with deadline_scope(time.monotonic() + TIMEOUT_S):
-        bandwidth = min(cluster.call_all(SpeedWorker.all_reduce).get())
+        bandwidth = min(cluster.call(ALL, SpeedWorker.all_reduce).get())
     nodes = [rank.node for rank in cluster.ranks]
     found["in_node"] = _best_exchanges(cluster, rounds_in_nodes(nodes))
     found["across_nodes"] = _best_exchanges(cluster, rounds_across_nodes(nodes))
@@ -169,5 +175,5 @@ def _best_exchanges(cluster: Cluster[SpeedWorker], rounds: Sequence[Sequence[Pai
         partner = {first: second for first, second in pairs} | {second: first for first, second in pairs}
         partners = [partner.get(rank) for rank in range(cluster.world_size)]
         with deadline_scope(time.monotonic() + TIMEOUT_S):
-            best = list(map(max, best, cluster.call_each(SpeedWorker.exchange, partners).get()))
+            best = list(map(max, best, cluster.call(ALL, SpeedWorker.exchange, partners).get()))
     return best

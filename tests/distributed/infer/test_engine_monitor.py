@@ -49,7 +49,7 @@ class FailingEngines:
     def fail(self, engine: int, method: str, kind: str, cause: str) -> None:
         self.errors[engine, method] = ClusterError(self.role, method, engine, kind, f"{cause}\nstack", cause)
 
-    async def call_some(self, method: Any, ranks: list[int], *args: Any) -> list[None]:
+    async def call(self, ranks: list[int], method: Any, *args: Any) -> list[None]:
         for rank in ranks:
             if (rank, method.__name__) in self.errors:
                 raise self.errors[rank, method.__name__]

@@ -70,7 +70,7 @@ class World:
                 await asyncio.sleep(60)
             raise VerificationError(f"{name} broke", self.engines)
 
-    async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
+    async def call(self, ranks: list[int], method: Callable[..., Any], *args: Any) -> list[Any]:
         if method.__name__ == "check_health":
             if self.dead & {*ranks}:
                 raise ClusterError("actor_infer", "check_health", ranks[0], PROCESS_DIED, "gone")
@@ -124,12 +124,9 @@ def test_the_way_of_weights_follows_from_where_the_clusters_are(
                 SimpleNamespace(device_mapping=devices),
             )
 
-        async def call_all(self, method: Any, *args: Any) -> list[int | None]:
+        async def call(self, ranks: list[int] | None, method: Any, *args: Any) -> list[int | None]:
             groups.extend(args[0] if args else [])
             return [5555, None]
-
-        async def call_some(self, method: Any, ranks: list[int], *args: Any) -> None:
-            groups.extend(args[0])
 
     train: Any = Devices([0, 1])
     infer: Any = Devices([0, 1] if shared else [2, 3])
@@ -284,12 +281,12 @@ class Restarting(World):
     async def restart(self, rank: int, responsive: bool) -> None:
         """Starts a new process; in it, or in the one that there is, `start_again` starts the engine."""
 
-    async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
+    async def call(self, ranks: list[int], method: Callable[..., Any], *args: Any) -> list[Any]:
         if method.__name__ == "start_again":
             self.restarted += ranks
             self.dead.difference_update(ranks)
             return [None]
-        return await super().call_some(method, ranks, *args)
+        return await super().call(ranks, method, *args)
 
 
 SETTINGS: Any = SimpleNamespace(
@@ -396,7 +393,7 @@ class Trainer:
 
     role = "actor_train"
 
-    async def call_all(self, method: Any) -> list[StageSource]:
+    async def call(self, ranks: None, method: Any) -> list[StageSource]:
         return [StageSource(0, [WeightSpec("w", (1,), "float32")], "127.0.0.1")]
 
 
@@ -571,8 +568,8 @@ class RestartedWithin(Restarting):
             raise RuntimeError("the peer is gone")
         return await super().transfer(checksums)
 
-    async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
-        answers = await super().call_some(method, ranks, *args)
+    async def call(self, ranks: list[int], method: Callable[..., Any], *args: Any) -> list[Any]:
+        answers = await super().call(ranks, method, *args)
         await self.die_in(method.__name__)
         return answers
 
@@ -624,8 +621,8 @@ def test_an_engine_restarted_after_the_commit_waits_for_weights(tmp_path: Path, 
 
 def test_an_engine_that_never_holds_the_weights_that_were_sent_is_restarted_where_others_do(tmp_path: Path) -> None:
     class Damaged(Restarting):
-        async def call_some(self, method: Callable[..., Any], ranks: list[int], *args: Any) -> list[Any]:
-            answers = await super().call_some(method, ranks, *args)
+        async def call(self, ranks: list[int], method: Callable[..., Any], *args: Any) -> list[Any]:
+            answers = await super().call(ranks, method, *args)
             if method.__name__ == "checksums" and not self.restarted:
                 answers = [{"w": "2"} if rank == 1 else answer for rank, answer in zip(ranks, answers, strict=True)]
             return answers
@@ -652,13 +649,12 @@ def test_engines_leave_a_broadcast_group_whose_trainer_does_not_and_the_next_att
         def __init__(self, device: int) -> None:
             self.config = SimpleNamespace(device_mapping=[device])
 
-        async def call_all(self, method: Any, *args: Any) -> list[int]:
+        async def call(self, ranks: list[int] | None, method: Any, *args: Any) -> list[int]:
             if method.__name__ == "leave_broadcast_group":
                 raise trainer_error(TIMEOUT, "leave_broadcast_group")
+            if ranks is not None:
+                calls.append((method.__name__, tuple(group.name for group in args[0])))
             return [5555]
-
-        async def call_some(self, method: Any, ranks: list[int], groups: list[BroadcastGroup], *args: Any) -> None:
-            calls.append((method.__name__, tuple(group.name for group in groups)))
 
     async def scenario() -> None:
         config: Any = SimpleNamespace(sync_timeout_s=1, model_update_buffer_size_mb=1)
