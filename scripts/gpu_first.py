@@ -327,13 +327,13 @@ def check_resume(table: GpuTable, config: RLVRConfig, data: DataProto, folder: P
     """Steps of a rank, of one that resumes from its checkpoint, and of that one with hand-overs in between."""
     with training_rank(config) as rank:
         train(rank, data, 2)
-        rank.begin_checkpoint(str(folder))
+        rank.begin_checkpoint(folder)
         losses, weights = train(rank, data, 2), weights_of(rank)
     with training_rank(config) as rank:
-        rank.load_checkpoint(str(folder))
+        rank.load_checkpoint(folder)
         resumed = train(rank, data, 1)
         table.add("resumed: difference of the next step's loss", abs(resumed[0] - losses[0]), "", 0)
-        rank.load_checkpoint(str(folder))
+        rank.load_checkpoint(folder)
         repeated = []
         for _ in losses:
             rank.offload_states(ALL_STATES)

@@ -92,7 +92,7 @@ async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Pa
         await generate(engine, 1)
         after = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
         table.add("log-probs of the trainer that survived: largest change", (after - before).abs().max().item(), "", 0)
-        await actor.call(ALL, TrainWorker.export_hf, str(folder / "survived"))
+        await actor.call(ALL, TrainWorker.export_hf, folder / "survived")
     return data, after
 
 
@@ -118,7 +118,7 @@ async def shared(
         table.add_log_probs("tensor parallel 2 against 1", found, expected, data.batch["response_mask"], config)
         await compare(table, "tensor parallel 2", actor, samples, config, reference)
         await train(table, actor, config, samples, reference)
-        checkpoint = str(folder / "checkpoint")
+        checkpoint = folder / "checkpoint"
         await actor.call(ALL, TrainWorker.begin_checkpoint, checkpoint)
         loss = await train_step(actor, config, samples)
         await actor.call(ALL, TrainWorker.load_checkpoint, checkpoint)

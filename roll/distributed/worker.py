@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from roll.configs.parallel_layout import RankCoordinates
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from roll.configs.roles import RoleConfig
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
+OwnerT = TypeVar("OwnerT", bound="Worker")
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
 Deadline = Literal["rpc_timeout_s", "start_timeout_s", "sync_timeout_s"]
 """Key of the pipeline's configuration that bounds a remote call."""
 _MARK = "_roll_deadline"
@@ -30,6 +33,31 @@ def register(deadline: Deadline = "rpc_timeout_s") -> Callable[[MethodT], Method
         return method
 
     return mark
+
+
+class StrategyMethod(Generic[OwnerT, P, ResultT]):
+    """A remote method of a worker that is a method of its strategy, with the same arguments, result and errors.
+
+    train_step = StrategyMethod(lambda worker: worker.train_strategy.train_step)
+    """
+
+    def __init__(self, find: Callable[[OwnerT], Callable[P, ResultT]], deadline: Deadline = "rpc_timeout_s") -> None:
+        """`find` gives the method of a worker's strategy; for `deadline` see `register`."""
+        self._find = find
+        register(deadline)(self)
+
+    def __set_name__(self, owner: type[OwnerT], name: str) -> None:
+        self.__name__ = name
+
+    @overload
+    def __get__(self, worker: None, owner: type[OwnerT]) -> Callable[Concatenate[OwnerT, P], ResultT]: ...
+    @overload
+    def __get__(self, worker: OwnerT, owner: type[OwnerT]) -> Callable[P, ResultT]: ...
+    def __get__(self, worker: OwnerT | None, owner: type[OwnerT]) -> Callable[..., ResultT]:
+        return self if worker is None else self._find(worker)
+
+    def __call__(self, worker: OwnerT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return self._find(worker)(*args, **kwargs)
 
 
 def registered_methods(worker_cls: type) -> dict[str, Deadline]:

@@ -1,26 +1,27 @@
-"""One Megatron rank of `actor_train`, `critic` or `reference`: the remote methods around its strategy."""
+"""One Megatron rank of `actor_train`, `critic` or `reference`: its remote methods are those of its strategy."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from roll.configs.roles import MegatronRoleConfig
-from roll.datasets.batch import DataProto
 from roll.distributed.processes import gc_freeze, gc_paused
 from roll.distributed.train.weight_sender import WeightSender
-from roll.distributed.worker import WorkerRank, register
+from roll.distributed.worker import P, ResultT, StrategyMethod, WorkerRank, register
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
-    from roll.distributed.train.host_copies import StateKind
     from roll.distributed.train.megatron_strategy import (
         MegatronInferStrategy,
         MegatronTrainStrategy,
     )
+
+
+class Method(StrategyMethod["TrainWorker", P, ResultT]):
+    """A method of `TrainWorker` that is documented at its strategy."""
 
 
 class TrainWorker(WeightSender):
@@ -82,63 +83,24 @@ class TrainWorker(WeightSender):
             self._infer_strategy = frozen
         gc_freeze()
 
-    @register()
-    def offload_states(self, kinds: Sequence[StateKind]) -> int:
-        """Moves states of this rank to host memory; returns the bytes of its device that are free now."""
-        return self.infer_strategy.offload(kinds)
+    offload_states = Method(lambda worker: worker.infer_strategy.offload)
+    load_states = Method(lambda worker: worker.infer_strategy.states.load)
+    compute_log_probs = Method(lambda worker: worker.infer_strategy.compute_log_probs)
+    compute_values = Method(lambda worker: worker.infer_strategy.compute_values)
+    memory = Method(lambda worker: worker.infer_strategy.memory)
+    train_step = Method(lambda worker: worker.train_strategy.train_step)
+    train_step_with_log_probs = Method(lambda worker: worker.train_strategy.train_step_with_log_probs)
+    begin_checkpoint = Method(lambda worker: worker.train_strategy.begin_checkpoint)
+    checkpoint_written = Method(lambda worker: worker.train_strategy.saving.seconds_waited)
+    load_checkpoint = Method(lambda worker: worker.train_strategy.load_checkpoint)
 
     @register()
-    def load_states(self, kinds: Sequence[StateKind]) -> int:
-        """Brings states back to the device; returns their bytes."""
-        return self.infer_strategy.states.load(kinds)
-
-    @register()
-    def compute_log_probs(self, data: DataProto) -> DataProto:
-        """Log-probs and entropies of the shard; see `MegatronInferStrategy.compute_log_probs`."""
-        return self.infer_strategy.compute_log_probs(data)
-
-    @register()
-    def compute_values(self, data: DataProto) -> DataProto:
-        """Values of the shard, of a role with a value head; see `MegatronInferStrategy.compute_values`."""
-        return self.infer_strategy.compute_values(data)
-
-    @register()
-    def train_step(self, data: DataProto) -> dict[str, float]:
-        """Optimizer steps over the shard; see `MegatronTrainStrategy.train_step`."""
-        return self.train_strategy.train_step(data)
-
-    @register()
-    def train_step_with_log_probs(self, data: DataProto) -> tuple[dict[str, float], DataProto]:
-        """One optimizer step and the log-probs before it; see `MegatronTrainStrategy.train_step_with_log_probs`."""
-        return self.train_strategy.train_step_with_log_probs(data)
-
-    @register()
-    def begin_checkpoint(self, folder: str) -> None:
-        """Begins to write the role's state, every rank its part, in the background while it computes."""
-        self.train_strategy.begin_checkpoint(Path(folder))
-
-    @register()
-    def checkpoint_written(self) -> float | None:
-        """Seconds that the rank waited for the state to be written; None while it still is; raises what failed."""
-        return self.train_strategy.saving.seconds_waited()
-
-    @register()
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores what `begin_checkpoint` wrote."""
-        self.train_strategy.load_checkpoint(Path(folder))
-
-    @register()
-    def export_hf(self, folder: str) -> None:
+    def export_hf(self, folder: Path) -> None:
         """Writes a HF folder; every rank its part."""
         self.require_parameters()
-        self.weights.export_hf(Path(folder))
+        self.weights.export_hf(folder)
 
     @register()
     def peak_tflops(self) -> float | None:
         """What this rank's device could do in the dtype of the model; see `Platform.peak_tflops`."""
         return get_platform(self.rank.platform).peak_tflops(self.config.model_args.dtype)
-
-    @register()
-    def memory(self) -> dict[str, int]:
-        """Bytes in use on this rank, by kind."""
-        return self.infer_strategy.memory()

@@ -42,7 +42,7 @@ class ActorLearner:
     async def save(self, folder: Path) -> None:
         """Begins to write weights, optimizer, schedule and RNG of each role."""
         for role, cluster in self._trained.items():
-            await cluster.call(ALL, TrainWorker.begin_checkpoint, str(folder / role))
+            await cluster.call(ALL, TrainWorker.begin_checkpoint, folder / role)
 
     async def saved(self) -> float:
         """Waits until what `save` began is written; polls the ranks, since a rank answers only between its calls.
@@ -61,10 +61,10 @@ class ActorLearner:
     async def load(self, folder: Path) -> None:
         """Restores what `save` wrote."""
         for role, cluster in self._trained.items():
-            await cluster.call(ALL, TrainWorker.load_checkpoint, str(folder / role))
+            await cluster.call(ALL, TrainWorker.load_checkpoint, folder / role)
 
     async def export_hf(self, folder: Path) -> None:
         """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
-        await self._actor.call(ALL, TrainWorker.export_hf, str(folder))
+        await self._actor.call(ALL, TrainWorker.export_hf, folder)
         if self._critic is not None:
-            await self._critic.call(ALL, TrainWorker.export_hf, str(folder / CRITIC))
+            await self._critic.call(ALL, TrainWorker.export_hf, folder / CRITIC)
