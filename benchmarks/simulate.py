@@ -65,8 +65,8 @@ def predicted_step_seconds(config: Path, ratio: float) -> float:
     from roll.configs.hardware import this_machine
     from roll.configs.load import load_config
     from roll.configs.pipeline import RLConfig
-    from roll.tools.simulate.command import Options, build_cost_model
-    from roll.tools.simulate.search import predict
+    from roll.lab.simulate.command import Options, build_cost_model
+    from roll.lab.simulate.search import predict
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])
     assert isinstance(loaded, RLConfig)

@@ -1,4 +1,4 @@
-"""The command line: `roll run`, `roll plan`, the tools of `roll/tools`, and the launchers of `examples/`."""
+"""The command line: `roll run`, `roll plan`, those of `roll/tools` and `roll/lab`, the launchers of `examples/`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,15 @@ HELP = {
 }
 """What each command does, for --help."""
 
-TOOLS = ("doctor", "rehearse", "simulate", "ablate", "show", "plot")
-"""Commands defined in `roll/tools/<name>/command.py`, as `add_options(parser)` and `run(arguments)`."""
+TOOLS = {
+    "doctor": "roll.tools.doctor.command",
+    "rehearse": "roll.lab.rehearse.command",
+    "simulate": "roll.lab.simulate.command",
+    "ablate": "roll.tools.ablate.command",
+    "show": "roll.tools.show.command",
+    "plot": "roll.tools.plot",
+}
+"""Command -> the module that defines it, with `add_options(parser)` and `run(arguments)`."""
 
 HANDLE_INTERRUPT = ("run", "ablate")
 """Commands with something to end in order at Ctrl-C; it ends the others at once."""
@@ -209,7 +216,7 @@ def _say(line: str) -> None:
 
 
 def _tool(name: str) -> ModuleType:
-    return importlib.import_module(f"roll.tools.{name}.command")
+    return importlib.import_module(TOOLS[name])
 
 
 def _exit_code(command: Callable[[], int]) -> int:

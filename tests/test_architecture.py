@@ -29,6 +29,7 @@ ORDER = [
     "plan",
     "pipeline",
     "tools",
+    "lab",
 ]
 """A folder imports from those above it and from its own."""
 
@@ -36,6 +37,9 @@ ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 """Tested in milliseconds: no engine and no cluster is imported there."""
 
 ENGINES = {"ray", "sglang", "megatron"}
+
+COMMANDS = ("tools", "lab")
+"""Folders that only the command line imports."""
 
 MARK = "pytest.mark.integration"
 
@@ -98,13 +102,13 @@ def test_folders_import_only_from_above() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_the_command_line_imports_tools() -> None:
+def test_only_the_command_line_imports_tools_and_lab() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
         for path in files()
-        if folder_of(path) != "tools" and path != PACKAGE / "cli.py"
+        if folder_of(path) not in COMMANDS and path != PACKAGE / "cli.py"
         for line, module in imported(path)
-        if module.split(".")[:2] == ["roll", "tools"]
+        if module.startswith(tuple(f"roll.{name}" for name in COMMANDS))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,5 +1,5 @@
-"""Commands around a run: try it in miniature, measure its machines, predict its speed, compare many, show samples.
+"""Commands around a run: measure its machines, compare many, show samples, draw curves.
 
-Each folder has a `command` module with the options of its command, such as `roll simulate`. Everything here may
-import the rest of `roll`; nothing but the command line (`roll/cli.py`) imports it.
+Each has a module with the options of its command, such as `roll show`. Everything here may import the rest of `roll`
+but `roll/lab`; nothing but the command line (`roll/cli.py`) and `roll/lab` imports it.
 """

@@ -48,4 +48,4 @@ def test_a_recipe_of_agents_that_runs_ahead_runs_in_miniature(tmp_path: Path) ->
     exercised = {part["name"]: part["detail"] for part in report["exercised"]}
     assert report["passed"]
     assert "async_generation_ratio 1" in exercised["schedule"]
-    assert "turn 1 writes" in printed and "environment FrozenLake" in exercised
+    assert "turn 1  reward" in printed and "environment FrozenLake" in exercised

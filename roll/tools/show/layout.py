@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -15,6 +16,7 @@ from roll.tools.show.formatting import (
     format_number,
     format_scores,
     format_versions,
+    sanitize,
     sanitize_line,
     sanitize_short,
 )
@@ -37,8 +39,24 @@ OBSERVATION, MODEL, CHANGED = "cyan", "green", "bold reverse"
 """Styles of observations, of texts of the model, and of map cells that a move changed."""
 
 
-def step_view(step: int, groups: Sequence[SampleGroup], limit: int | None, decode: Decode) -> RenderableType:
-    """Samples of a step, group by group, at most `limit` over all groups."""
+@dataclass(frozen=True)
+class Texts:
+    """Texts of models and environments, the middle of a long one left out unless they are shown as a `whole`."""
+
+    decode: Decode
+    whole: bool = False
+
+    def show(self, text: str | Sequence[int], style: str) -> Text:
+        """A text, or that of token ids."""
+        text = text if isinstance(text, str) else self.decode(text)
+        return sanitize(text, style) if self.whole else sanitize_short(text, style)
+
+
+def step_view(
+    step: int, groups: Sequence[SampleGroup], limit: int | None, decode: Decode, whole: bool = False
+) -> RenderableType:
+    """Samples of a step, group by group, at most `limit` over all groups; `whole` leaves out nothing of a long text."""
+    texts = Texts(decode, whole)
     total = sum(len(group.samples) for group in groups)
     noun = "sample" if any(sample.episode is None for group in groups for sample in group.samples) else "trajectory"
     head = f"step {step}: {format_count(total, noun)} in {format_count(len(groups), 'group')}\n"
@@ -46,21 +64,21 @@ def step_view(step: int, groups: Sequence[SampleGroup], limit: int | None, decod
     left = total if limit is None else limit
     for group in groups:
         if left > 0:
-            parts.append(_group_view(group, left, decode))
+            parts.append(_group_view(group, left, texts))
         left -= len(group.samples)
     if left < 0:
         parts.append(Text(f"{format_count(-left, noun)} not shown; use --limit or --group to see more", "yellow"))
     return Group(*parts)
 
 
-def _group_view(group: SampleGroup, limit: int, decode: Decode) -> RenderableType:
+def _group_view(group: SampleGroup, limit: int, texts: Texts) -> RenderableType:
     first, shown = group.samples[0], group.samples[:limit]
     parts: list[RenderableType] = [_group_header(group)]
     if first.episode is None and all(sample.prompt_ids == first.prompt_ids for sample in group.samples):
-        parts.append(Padding(sanitize_short(decode(first.prompt_ids), OBSERVATION), (0, 0, 1, 2), expand=False))
+        parts.append(Padding(texts.show(first.prompt_ids, OBSERVATION), (0, 0, 1, 2), expand=False))
     for sample in shown:
         parts.append(
-            _episode_view(sample, sample.episode) if sample.episode is not None else _response_view(sample, decode)
+            _response_view(sample, texts) if sample.episode is None else _episode_view(sample, sample.episode, texts)
         )
     return Group(*parts)
 
@@ -79,7 +97,7 @@ def _group_header(group: SampleGroup) -> Text:
     return Text("  ").join([name, *problem, scores, format_advantage(group.advantage, "mean advantage")])
 
 
-def _response_view(sample: Sample, decode: Decode) -> RenderableType:
+def _response_view(sample: Sample, texts: Texts) -> RenderableType:
     head = Text("  ").join(
         [
             sanitize_line(sample.id, "bold"),
@@ -89,11 +107,11 @@ def _response_view(sample: Sample, decode: Decode) -> RenderableType:
             Text(f"{len(sample.response_ids)} tokens", "dim"),
         ]
     )
-    text = Padding(sanitize_short(decode(sample.response_ids), MODEL), (0, 0, 1, 2), expand=False)
+    text = Padding(texts.show(sample.response_ids, MODEL), (0, 0, 1, 2), expand=False)
     return Padding(Group(head, text), (0, 0, 0, 2), expand=False)
 
 
-def _episode_view(sample: Sample, episode: Episode) -> RenderableType:
+def _episode_view(sample: Sample, episode: Episode, texts: Texts) -> RenderableType:
     """Header, turns, and a line with score, stop reason and metrics."""
     head = Text.assemble(sanitize_line(sample.id, "bold"), "  ", format_advantage(sample.advantage))
     parts: list[RenderableType] = [head]
@@ -102,10 +120,10 @@ def _episode_view(sample: Sample, episode: Episode) -> RenderableType:
         last = index + 1 == len(episode.turns)
         after = episode.outcome if last else episode.turns[index + 1].observation
         outcome_in_map = is_map(turn.observation) and is_map(after)
-        body = _turn_body(turn, after if outcome_in_map else "")
+        body = _turn_body(turn, after if outcome_in_map else "", texts)
         parts += [_turn_header(index + 1, turn), _indented(body, 4)]
     if episode.outcome and not outcome_in_map:
-        parts.append(_indented(_labelled([("then", sanitize_short(episode.outcome, OBSERVATION))]), 4))
+        parts.append(_indented(_labelled([("then", texts.show(episode.outcome, OBSERVATION))]), 4))
     return _indented(Group(*parts, _end_line(sample, episode), ""), 2)
 
 
@@ -115,11 +133,11 @@ def _turn_header(number: int, turn: Turn) -> Text:
     return Text.assemble(line, "  ", format_advantage(turn.advantage)) if turn.advantage is not None else line
 
 
-def _turn_body(turn: Turn, after: str) -> Table:
+def _turn_body(turn: Turn, after: str, texts: Texts) -> Table:
     """Observation and answer; a map that the answer changed is followed by the map `after` it."""
-    text = sanitize_short(turn.text, MODEL) if turn.text else Text("(nothing)", "italic yellow")
+    text = texts.show(turn.text, MODEL) if turn.text else Text("(nothing)", "italic yellow")
     if not is_map(turn.observation):
-        return _labelled([("reads", sanitize_short(turn.observation, OBSERVATION)), ("writes", text)])
+        return _labelled([("reads", texts.show(turn.observation, OBSERVATION)), ("writes", text)])
     maps = [map_text(turn.observation, after)]
     if after:
         maps += [Text("->", "dim"), map_text(after, turn.observation)]

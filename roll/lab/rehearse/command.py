@@ -1,0 +1,124 @@
+"""`roll rehearse`: a recipe in miniature on this CPU, through the real engines, and a report on what it showed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from roll.base.errors import RunError
+from roll.base.terminal import make_console
+from roll.configs.hardware import prepare_run
+from roll.configs.load import build_config, load_config
+from roll.configs.pipeline import BaseConfig
+from roll.models.families.hf_config import UnsupportedModel
+from roll.tools.processes import CONSOLE_LOG
+from roll.tools.show.command import tokenizer_decode
+from roll.tools.terminal import integer, option_error
+
+if TYPE_CHECKING:
+    from roll.lab.rehearse.runs import Say
+    from roll.lab.rehearse.shrink import Rehearsal
+
+CONFIG_FILE, REPORT_FILE = "rehearsal.yaml", "rehearsal.json"
+"""Files of a rehearsal: its configuration, which `roll run` accepts too, and its report."""
+
+LEAST_STEPS = 2
+"""The resumed run repeats the last step from the checkpoint of the one before."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `roll rehearse`."""
+    parser.add_argument(
+        "--steps", type=integer(LEAST_STEPS), default=LEAST_STEPS, metavar="N", help="training steps (default: 2)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="output folder (default: output/rehearsal/FOLDER-NAME of the recipe)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Rehearses and prints the report.
+
+    Returns:
+        Exit code: 0 if every part of the recipe was exercised, 1 if not.
+
+    Raises:
+        ConfigError: the recipe cannot be loaded or started, or the output folder cannot be used.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    start, file, steps = time.monotonic(), Path(arguments.config), arguments.steps
+
+    def say(text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - start), 60)
+        print(f"{minutes}:{seconds:02d}  {text}", flush=True)
+
+    out = arguments.out or Path("output", "rehearsal", f"{file.resolve().parent.name}-{file.stem}")
+    say(f"rehearsing {file} in {out}")
+    recipe = load_config(file, arguments.overrides)
+    prepare_folder(out)
+    from roll.lab.rehearse.report import findings, sample_view, summary_of, tables, verdict  # imports torch
+    from roll.lab.rehearse.runs import cause_of_failure, run_twice
+
+    try:
+        rehearsal, small = write_miniature(recipe, out, steps, say)
+        layouts = rehearsal.placement.layouts
+        parts = [f"{role} on {layouts[role].world_size} of {rehearsal.placement.slots} CPU slots" for role in layouts]
+        say(f"starting Ray, {', '.join(parts)}; this takes about a minute")
+        records = run_twice(out / CONFIG_FILE, Path(small.output_dir), file.parent, steps, say)
+    except (RunError, UnsupportedModel) as error:
+        print(error, file=sys.stderr)
+        return 1
+    made = findings(recipe, small, rehearsal.placement, records)
+    summary = summary_of(made, rehearsal.changes, time.monotonic() - start)
+    (out / REPORT_FILE).write_text(json.dumps(summary, indent=2, default=str) + "\n")
+    console = make_console()
+    if not all(record.finished for record in records):
+        console.print(cause_of_failure(out / CONSOLE_LOG), style="red", markup=False, soft_wrap=True)
+    console.print(tables(made, rehearsal.changes))
+    view = sample_view(small, records[0], tokenizer_decode(small.actor_train.model_args.model_name_or_path))
+    if view is not None:
+        console.print("", view)
+    say(f"{verdict(made)}; the run is in {out}: {CONFIG_FILE}, {REPORT_FILE}, {CONSOLE_LOG}, run/")
+    return 0 if summary["passed"] else 1
+
+
+def write_miniature(recipe: BaseConfig, out: Path, steps: int, say: Say) -> tuple[Rehearsal, BaseConfig]:
+    """Writes model, data and configuration of the run in miniature, and loads the configuration."""
+    from roll.lab.rehearse.inputs import make_inputs  # imports torch and transformers
+    from roll.lab.rehearse.shrink import shrink
+
+    inputs = make_inputs(recipe, out, steps, say)
+    rehearsal = shrink(recipe, inputs, str(out / "run"), steps)
+    file = out / CONFIG_FILE
+    head = f"# {recipe.source.file} in miniature, written by `roll rehearse`.\n"
+    file.write_text(head + yaml.safe_dump(rehearsal.tree, sort_keys=False), encoding="utf-8")
+    small = build_config(rehearsal.tree, source=str(file))
+    prepare_run(small)
+    return rehearsal, small
+
+
+def prepare_folder(out: Path) -> None:
+    """Makes the folder of a rehearsal, or empties that of an earlier one; no other folder is touched.
+
+    Raises:
+        ConfigError: it holds something else, or cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise option_error("--out", f"{out} is a file; use a folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG_FILE).is_file():
+        raise option_error("--out", f"{out} holds something other than a rehearsal; use a new folder")
+    try:
+        if out.is_dir():
+            shutil.rmtree(out)
+        out.mkdir(parents=True)
+        (out / CONFIG_FILE).touch()
+    except OSError as error:
+        raise option_error("--out", f"{out} cannot be written: {error.strerror}; use another folder") from None

@@ -1,0 +1,217 @@
+"""`roll simulate`: predicts step time from the measurements of runs, from options, or from both."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from roll.base.errors import ConfigError, Problem, Report
+from roll.configs.agentic import AgenticConfig
+from roll.configs.hardware import Hardware, resolve_platform, this_machine
+from roll.configs.load import load_config
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.lab.simulate.calibration import (
+    Measurements,
+    RunShape,
+    StepTimes,
+    fit_doubling_batch,
+    read_run,
+)
+from roll.lab.simulate.cost_model import CostModel, fit_cost_model, fit_slowdown
+from roll.lab.simulate.report import as_dict, print_prediction
+from roll.lab.simulate.search import check_size, configured_split, predict
+from roll.tools.terminal import number, option_error
+
+MIN_GENERATE_S = 1e-6
+"""Smallest value of --generate: a simulated engine cannot be infinitely fast."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `roll simulate`; None for options not given.
+
+    Attributes:
+        from_run: synchronous run to measure.
+        overlap_run: asynchronous run to measure the slowdown of overlap.
+        generate: seconds of a batch; so are `train`, `log_probs` and `reward`.
+        weight_update: seconds of a weight update.
+        response_length: mean, and largest of a batch, in tokens.
+        doubling_batch: batch at which a decode iteration takes twice as long as with an empty batch.
+        slowdown: factor on both sides while both run.
+    """
+
+    from_run: Path | None = None
+    overlap_run: Path | None = None
+    generate: float | None = None
+    train: float | None = None
+    log_probs: float | None = None
+    reward: float | None = None
+    weight_update: float | None = None
+    response_length: tuple[float, float] | None = None
+    doubling_batch: float | None = None
+    slowdown: float | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `roll simulate`."""
+    parser.add_argument(
+        "--from", dest="from_run", type=Path, metavar="RUN_DIR", help="measure this synchronous run (output_dir)"
+    )
+    parser.add_argument(
+        "--overlap",
+        dest="overlap_run",
+        type=Path,
+        metavar="RUN_DIR",
+        help="measure the slowdown of overlap in this asynchronous run",
+    )
+    for name, minimum, text in (
+        ("generate", MIN_GENERATE_S, "generate a batch on the configured engines"),
+        ("train", 0.0, "train on a batch on the configured devices"),
+        ("log-probs", 0.0, "compute the log-probs of a batch"),
+        ("reward", 0.0, "score a batch"),
+        ("weight-update", 0.0, "update the weights of the engines"),
+    ):
+        parser.add_argument(f"--{name}", type=number(minimum, "seconds"), metavar="S", help=f"seconds to {text}")
+    parser.add_argument(
+        "--response-length",
+        type=response_length,
+        metavar="MEAN[:MAX]",
+        help="response length in tokens; MAX is the longest of a batch",
+    )
+    parser.add_argument(
+        "--doubling-batch",
+        type=number(1),
+        metavar="N",
+        help="batch size at which a decode iteration takes twice as long as with an empty batch",
+    )
+    parser.add_argument(
+        "--slowdown", type=number(1), metavar="X", help="factor on both sides while training and generation overlap"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def response_length(text: str) -> tuple[float, float]:
+    """Argument type for `MEAN` or `MEAN:MAX`.
+
+    Raises:
+        argparse.ArgumentTypeError: a part is not a number >= 1, or the mean is above the maximum.
+    """
+    first, _, second = text.partition(":")
+    mean = number(1)(first)
+    longest = number(1)(second) if second else mean
+    if longest < mean:
+        raise argparse.ArgumentTypeError(f"{text!r} has a mean above its maximum; use MEAN:MAX with MEAN <= MAX")
+    return mean, longest
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the prediction for a configuration and returns the exit code.
+
+    Raises:
+        ConfigError: the configuration, a run or an option cannot be used.
+    """
+    config = load_config(arguments.config, arguments.overrides)
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    model, notes = build_cost_model(check_simulated(config), options, this_machine())
+    prediction = predict(model)
+    if arguments.json:
+        print(json.dumps(as_dict(prediction, model, notes), indent=2))
+    else:
+        print_prediction(prediction, model, notes, config.exp_name)
+    return 0
+
+
+def check_simulated(config: BaseConfig) -> RLConfig:
+    """The configuration, if it is one of a run that can be simulated, in a few minutes.
+
+    Raises:
+        ConfigError: it has no generation, several turns per sample, no devices, or is too large.
+    """
+    problem = None
+    if not isinstance(config, RLConfig):
+        problem = Problem("pipeline", "has no generation to simulate; use an rlvr configuration")
+    elif isinstance(config, AgenticConfig):
+        message = "agentic runs, with several turns per sample, cannot be simulated; use an rlvr configuration"
+        problem = Problem("pipeline", message)
+    elif not config.actor_train.device_mapping or not config.actor_infer.device_mapping:
+        message = "is empty for actor_train or actor_infer; a simulation needs devices for both"
+        problem = Problem("device_mapping", message)
+    else:
+        check_size(config)
+        return config
+    raise ConfigError([problem], config.source.file)
+
+
+def build_cost_model(config: RLConfig, options: Options, hardware: Hardware) -> tuple[CostModel, list[str]]:
+    """The cost model of a configuration, and notes on assumptions made for missing measurements.
+
+    Raises:
+        ConfigError: options contradict each other or the configuration, or a run cannot be used.
+    """
+    _check_options(config, options)
+    notes: list[str] = []
+    platform = resolve_platform(config, hardware, Report())[0]
+    measured = _measurements(config, options, notes)
+    if options.doubling_batch is None and fit_doubling_batch(measured) is None:
+        notes.append(
+            f"cost of a larger decode batch: not measured, default of {platform} assumed (set it with --doubling-batch)"
+        )
+    model = fit_cost_model(config, measured, platform, options.doubling_batch, config.seed)
+    if options.overlap_run is not None:
+        run, samples = read_run(options.overlap_run, "--overlap"), model.shape.samples
+        if run.shape.samples != samples:
+            had = f"{options.overlap_run} had {run.shape.samples} samples per step"
+            raise option_error("--overlap", f"{had}, not {samples}; give a run of this batch size")
+        return fit_slowdown(model, run), notes
+    if options.slowdown is not None:
+        return replace(model, slowdown=options.slowdown), notes
+    slowdown = _core_sharing(config, platform, hardware)
+    if slowdown > 1:
+        notes.append(
+            f"slowdown of overlap: not measured, {slowdown:.3g} assumed, which is the number of devices divided by "
+            f"{hardware.cores} cores (measure it with --overlap, or set --slowdown)"
+        )
+    return replace(model, slowdown=slowdown), notes
+
+
+def _check_options(config: RLConfig, options: Options) -> None:
+    if options.overlap_run is not None and options.slowdown is not None:
+        raise option_error("--slowdown", "cannot be combined with --overlap, which measures it; use one of them")
+    longest, limit = (options.response_length or (0, 0))[1], config.response_length
+    if limit is not None and longest > limit:
+        raise option_error("--response-length", f"{longest:g} is above response_length {limit}; use at most that")
+    if options.from_run is None and (options.generate is None or options.train is None):
+        missing = "--generate" if options.generate is None else "--train"
+        message = "is missing; give a run with --from, or give both --generate and --train in seconds"
+        raise option_error(missing, message)
+
+
+def _measurements(config: RLConfig, options: Options, notes: list[str]) -> Measurements:
+    """Measurements of --from, with options in place of single values; or all from options."""
+    given = {name: getattr(options, name) for name in ("generate", "train", "log_probs", "reward", "weight_update")}
+    given["weight_update_pause"] = options.weight_update
+    given = {name: seconds for name, seconds in given.items() if seconds is not None}
+    if options.from_run is None:
+        limit = float(config.response_length or 1)
+        if options.response_length is None:
+            message = f"response lengths: not measured, all assumed to be response_length = {limit:g} tokens"
+            notes.append(f"{message} (set them with --response-length)")
+        lengths = options.response_length or (limit, limit)
+        return Measurements(replace(RunShape.of(asdict(config)), ratio=0.0), StepTimes(**given), *lengths)
+    measured = read_run(options.from_run, "--from")
+    times = replace(measured.times, **given)
+    if times != measured.times:
+        times = replace(times, step=None)
+        notes.append("driver overhead: 0 assumed, because options replace times of the run")
+    mean, longest = options.response_length or (measured.mean_length, measured.max_length)
+    return replace(measured, times=times, mean_length=mean, max_length=longest)
+
+
+def _core_sharing(config: RLConfig, platform: str, hardware: Hardware) -> float:
+    """Devices of both sides per CPU core, at least 1; 1 on GPUs, or if both sides run in turns."""
+    if platform != "cpu" or configured_split(config).shared:
+        return 1.0
+    devices = len(config.actor_train.device_mapping) + len(config.actor_infer.device_mapping)
+    return max(1.0, devices / hardware.cores)

@@ -1,0 +1,194 @@
+"""`roll rehearse` without engines: its folder, its errors, and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from roll.cli import main
+from roll.configs.load import build_config
+from roll.lab.rehearse.command import CONFIG_FILE
+from roll.lab.rehearse.inputs import Inputs
+from roll.lab.rehearse.report import findings, sample_view, summary_of, tables
+from roll.lab.rehearse.runs import RunRecord, cause_of_failure
+from roll.lab.rehearse.shrink import shrink
+from tests.configs.samples import MODEL, RLVR, write
+from tests.lab.rehearse.recipes import write_small_config
+
+
+def test_errors_of_the_recipe_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", str(write(tmp_path, RLVR + "rollout_bach_size: 3\n")), "--out", f"{tmp_path}/out"]) == 2
+    printed = capsys.readouterr()
+    assert "did you mean rollout_batch_size?" in printed.err
+    assert printed.out.startswith("0:00  rehearsing ")
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    assert main(["rehearse", str(write(tmp_path, RLVR)), "--out", f"{tmp_path}/out"]) == 2
+    assert "holds something other than a rehearsal; use a new folder" in capsys.readouterr().err
+    assert (tmp_path / "out" / "thesis.tex").exists()
+
+
+def test_one_step_is_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["rehearse", str(write(tmp_path, RLVR)), "--steps", "1"])
+    assert "'1' is not an integer >= 2" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_be_used_are_reported_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path, '{"question": "?"}\n', "mine.jsonl")
+    recipe = write(tmp_path, RLVR.replace("train.jsonl", str(data)))
+    assert main(["rehearse", str(recipe), "--out", f"{tmp_path}/out"]) == 1
+    assert "mine.jsonl:1: no column 'prompt'" in capsys.readouterr().err
+    assert (tmp_path / "out" / CONFIG_FILE).exists()
+
+
+def test_a_failure_begins_with_the_place_in_the_users_code(tmp_path: Path) -> None:
+    log = tmp_path / "console.log"
+    log.write_text(
+        'Traceback (most recent call last):\n  File "/home/me/my_rewards.py", line 7, in score\n    1 / 0\n'
+        f'  File "{Path(json.__file__)}", line 3, in dumps\nZeroDivisionError: division by zero\n'
+    )
+    text = cause_of_failure(log)
+    assert text.startswith("your code: /home/me/my_rewards.py:7 in score\n")
+    assert "ZeroDivisionError" in text and str(log) in text
+
+
+TAGGED = "rewards:\n  math: {tag_included: [math]}\n  code: {tag_included: [code]}\neval_steps: 5\n"
+
+
+def record(**changes: Any) -> RunRecord:
+    lines = [
+        {"step": 0, "weight_update/verified": 1.0, "weight_update/bytes": 2**20, "val/score": 0.1},
+        *(
+            {
+                "step": step,
+                "weight_update/verified": 1.0,
+                "actor/grad_norm": 0.5,
+                "actor/loss": 0.1,
+                "staleness/max": step - 1,
+            }
+            for step in (1, 2)
+        ),
+    ]
+    samples = [
+        {
+            "id": "a",
+            "prompt_id": "p",
+            "ground_truth": "3",
+            "group": 0,
+            "score": 1.0,
+            "prompt_ids": [1, 2],
+            "response_ids": [3, 4],
+        },
+        {
+            "id": "b",
+            "prompt_id": "q",
+            "ground_truth": "5",
+            "group": 1,
+            "score": 0.0,
+            "prompt_ids": [1, 2],
+            "response_ids": [5],
+        },
+    ]
+    values: dict[str, Any] = {
+        "exit_code": 0,
+        "status": "finished",
+        "seconds": 10.0,
+        "lines": lines,
+        "checkpoints": [1, 2],
+        "samples": {1: samples, 2: samples},
+        "entries": ["tensorboard"],
+    }
+    return RunRecord(**values | changes)
+
+
+@pytest.fixture
+def rehearsed(tmp_path: Path) -> Any:
+    """A function of the records that returns the findings by name."""
+    rows = [{"id": "a", "tag": "math"}, {"id": "b", "tag": "code"}]
+    lines = [json.dumps(row | {"prompt": "1+1=", "ground_truth": "2"}) + "\n" for row in rows]
+    data = write(tmp_path, "".join(lines), "rows.jsonl")
+    recipe = build_config(yaml.safe_load(RLVR + TAGGED + f"validation: {{data_args: {{file_name: {data}}}}}"))
+    inputs = Inputs({MODEL: write_small_config(tmp_path / "model")}, {"actor_train": [str(data)]})
+    made = shrink(recipe, inputs, str(tmp_path / "run"), 2)
+    small = build_config(made.tree)
+
+    def report(*records: RunRecord) -> dict[str, Any]:
+        return {finding.name: finding for finding in findings(recipe, small, made.placement, records)}
+
+    return report
+
+
+def test_a_complete_rehearsal_passes_in_every_part(rehearsed: Any) -> None:
+    found = rehearsed(record(), record())
+    assert [name for name, finding in found.items() if not finding.passed] == []
+    assert found["weight updates"].detail == "3 of 3 verified by checksum, 1.0 MiB each"
+    assert found["reward math"].detail == "2 responses to 1 prompts; scores (responses): 1 (2)"
+    assert found["actor_train"].detail == "Megatron TP2 PP1 DP2"
+    assert "largest staleness" in found["schedule"].detail
+
+
+@pytest.mark.parametrize(
+    ("records", "missing"),
+    [
+        ([record(exit_code=1, status="failed")], {"training steps", "resume"}),
+        ([record(checkpoints=[])], {"checkpoint", "resume"}),
+        ([record(), record(status="failed")], {"resume"}),
+        ([record(entries=[]), record()], {"trackers"}),
+        ([record(samples={1: [{"id": "a", "score": 0.0}]}), record()], {"reward code"}),
+        ([record(lines=record().lines[:2]), record(lines=[])], {"training steps", "resume"}),
+    ],
+)
+def test_what_was_not_exercised_is_named(rehearsed: Any, records: list[RunRecord], missing: set[str]) -> None:
+    found = rehearsed(*records)
+    names = {name for name, finding in found.items() if not finding.passed}
+    assert names == missing
+    assert not summary_of(list(found.values()), [], 1.0)["passed"]
+
+
+def test_devices_that_are_shared_only_here_are_not_exercised(tmp_path: Path) -> None:
+    judge = {"device_mapping": [6, 7], "model_args": {"model_name_or_path": MODEL}}
+    tree = yaml.safe_load(RLVR) | {"rewards": {"llm_judge": {}}, "judge": judge}
+    tree["actor_train"]["device_mapping"], tree["actor_infer"]["device_mapping"] = "0-7", "0-5"
+    recipe = build_config(tree | {"async_generation_ratio": 0})
+    data = write(tmp_path, '{"prompt": "1+1=", "ground_truth": "2"}\n', "rows.jsonl")
+    inputs = Inputs({MODEL: write_small_config(tmp_path / "model")}, {"actor_train": [str(data)]})
+    made = shrink(recipe, inputs, str(tmp_path / "run"), 2)
+    small = build_config(made.tree)
+    found = {each.name: each for each in findings(recipe, small, made.placement, [record()])}
+    assert found["judge"].not_exercised == ["devices apart from actor_infer"]
+    assert found["actor_train"].not_exercised == []
+    assert "not exercised: devices apart from actor_infer" in printed(tables(list(found.values()), []))
+
+
+def test_an_unverified_weight_update_is_named(rehearsed: Any) -> None:
+    lines = [line | {"weight_update/verified": float(line["step"] != 1)} for line in record().lines]
+    assert not rehearsed(record(lines=lines), record())["weight updates"].passed
+
+
+def printed(view: Any) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))
+    console.print(view)
+    return console.export_text()
+
+
+def test_one_sample_is_shown_in_full() -> None:
+    small = build_config(yaml.safe_load(RLVR))
+    text = printed(sample_view(small, record(), lambda ids: "word " * 1000 if ids == [1, 2] else f"answer {ids}"))
+    assert text.count("word") == 1000 and "answer [3, 4]" in text and "score 1" in text
+
+
+def test_the_report_says_what_a_cpu_cannot_tell(rehearsed: Any) -> None:
+    text = printed(tables(list(rehearsed(record(), record()).values()), []))
+    for word in ("NCCL", "memory", "flash attention", "speed"):
+        assert word in text

@@ -1,0 +1,242 @@
+"""Any recipe that loads becomes a small run that loads too and keeps what the recipe exercises."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.defaults import OWN_MODEL_ROLES
+from roll.configs.load import AnyConfig, build_config, load_config
+from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.lab.rehearse.inputs import Inputs, fewest_actions
+from roll.lab.rehearse.shrink import LONGEST, SHORTEST, Rehearsal, shrink
+from roll.lab.rehearse.sizes import MAX_ENGINES, MAX_SLOTS
+from roll.rewards.llm_judge import grade_in
+from tests.configs.samples import AGENTIC, MODEL, RECIPES, RLVR, SFT, recipes
+from tests.lab.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config
+
+ROOT = Path(__file__).parents[3]
+FILES = [*sorted((ROOT / "examples").glob("*/*.yaml")), *(RECIPES / f"{name}.yaml" for name in recipes(refused=False))]
+
+
+@cache
+def model(name: str = "") -> str:
+    """A folder of its own for every name."""
+    return write_small_config(Path(mkdtemp()))
+
+
+def rehearse(config: AnyConfig, steps: int = 2, **sizes: Any) -> Rehearsal:
+    names = {role.model_args.model_name_or_path or "" for role in config.device_roles().values()}
+    files = {} if config.pipeline == "agentic" else {"actor_train": ["a.jsonl"], "validation": ["b.jsonl"]}
+    actions = fewest_actions(config) if isinstance(config, AgenticConfig) else {}
+    inputs = Inputs({name: model(name) for name in names}, files, actions=actions, **sizes)
+    return shrink(config, inputs, "output/small/run", steps)
+
+
+def both(tree: dict[str, Any]) -> tuple[AnyConfig, AnyConfig, Rehearsal]:
+    """A recipe, its rehearsal as a configuration, and the rehearsal."""
+    recipe = build_config(tree)
+    made = rehearse(recipe)
+    return recipe, build_config(yaml.safe_load(yaml.safe_dump(made.tree))), made
+
+
+def check_sizes(recipe: AnyConfig, small: AnyConfig, made: Rehearsal) -> None:
+    """Layouts, devices and lengths of any pipeline."""
+    roles, recipes = small.device_roles(), recipe.device_roles()
+    assert roles.keys() == recipes.keys()
+    devices = {device for role in roles.values() for device in role.device_mapping}
+    assert devices == set(range(len(devices))) and len(devices) == small.num_devices_per_node <= MAX_SLOTS
+    reached = {role: {*worker.device_mapping} for role, worker in recipes.items()}
+    for _ in roles:  # devices that a role shares through others
+        reached = {role: set().union(*(own for own in reached.values() if own & reached[role])) for role in roles}
+    for first in roles:
+        for second in roles:
+            shares = bool(reached[first] & reached[second])
+            assert (roles[first].device_mapping == roles[second].device_mapping) == shares
+            assert shares or not set(roles[first].device_mapping) & set(roles[second].device_mapping)
+    sizes = [
+        (getattr(recipes[name].layout, kind), getattr(role.layout, kind), name, kind)
+        for name, role in roles.items()
+        for kind in ("tensor", "pipeline", "data")
+    ]
+    lost = [(name, kind) for before, after, name, kind in sizes if before > 1 and after == 1]
+    assert not lost or len(devices) > MAX_SLOTS // 2, f"{lost} would have fitted"
+    for role in roles.values():
+        assert role.model_args.dtype == "fp32"
+        assert role.layout.world_size == len(role.device_mapping)
+    if "actor_infer" in roles:
+        assert roles["actor_infer"].layout.data <= MAX_ENGINES
+    assert small.platform == "cpu" and small.max_steps == 2 and small.save_checkpoint
+    assert (small.eval_steps > 0) == (recipe.eval_steps > 0)
+    before, after = recipe.actor_train.training_args, small.actor_train.training_args
+    assert (before.gradient_accumulation_steps > 1) == (after.gradient_accumulation_steps > 1)
+
+
+def check_lengths(recipe: RLConfig, small: RLConfig) -> None:
+    assert recipe.response_length and small.response_length
+    assert small.response_length == min(recipe.response_length, LONGEST)
+
+
+FAST = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FAST
+@given(rlvr_recipes())
+def test_a_rehearsal_of_rlvr_loads_and_keeps_the_structure(tree: dict[str, Any]) -> None:
+    recipe, small, made = both(tree)
+    assert isinstance(recipe, RLVRConfig) and isinstance(small, RLVRConfig)
+    check_sizes(recipe, small, made)
+    check_lengths(recipe, small)
+    assert small.prompt_length >= SHORTEST
+    assert small.samples_per_batch % small.actor_train.samples_per_optimizer_step == 0
+    assert small.samples_per_batch <= 32 and small.num_return_sequences_in_group <= 4
+    assert (small.num_return_sequences_in_group > 1) == (recipe.num_return_sequences_in_group > 1)
+    assert (small.optimizer_steps_per_batch > 1) == (recipe.optimizer_steps_per_batch > 1)
+    for key in ("async_generation_ratio", "adv_estimator", "ppo_epochs", "use_kl_loss", "old_log_probs_source"):
+        assert getattr(small, key) == getattr(recipe, key)
+    assert small.rewards.keys() == recipe.rewards.keys()
+
+
+@FAST
+@given(agentic_recipes())
+def test_a_rehearsal_of_agents_loads_and_keeps_every_environment(tree: dict[str, Any]) -> None:
+    recipe, small, made = both(tree)
+    assert isinstance(recipe, AgenticConfig) and isinstance(small, AgenticConfig)
+    check_sizes(recipe, small, made)
+    check_lengths(recipe, small)
+    manager = small.train_env_manager
+    assert manager.tags == recipe.train_env_manager.tags
+    assert min(manager.num_groups_partition) >= 1
+    assert small.rollout_batch_size == small.groups_per_batch * manager.group_size <= 32
+    assert small.groups_per_batch >= len(manager.tags)
+    assert (manager.processes > 1) == (recipe.train_env_manager.processes > 1) or manager.environments == 1
+    assert small.turns <= max(5, min(recipe.turns, 3)), "Sokoban accepts 5 actions or more"
+
+
+@FAST
+@given(sft_recipes())
+def test_a_rehearsal_of_sft_loads(tree: dict[str, Any]) -> None:
+    check_sizes(*both(tree))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_every_recipe_of_the_repository_has_a_rehearsal(file: Path) -> None:
+    recipe = load_config(file)
+    made = rehearse(recipe)
+    small = build_config(made.tree)
+    check_sizes(recipe, small, made)
+    assert small.pipeline == recipe.pipeline
+    assert small.source.notes == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_mapping_of_a_configuration_loads_as_the_same_configuration(file: Path) -> None:
+    recipe = load_config(file)
+    assert build_config(recipe.source.tree, recipe.pipeline) == recipe
+
+
+def changes_of(text: str, **inputs: Any) -> dict[str, tuple[Any, Any]]:
+    made = rehearse(build_config(yaml.safe_load(text)), **inputs)
+    return {change.path: (change.before, change.after) for change in made.changes}
+
+
+def test_changes_name_the_value_of_the_recipe_and_that_of_the_rehearsal() -> None:
+    changes = changes_of(RLVR, prompt_tokens=57)
+    assert changes["rollout_batch_size"] == (64, 4)
+    assert changes["num_return_sequences_in_group"] == (8, 4)
+    assert changes["prompt_length"] == (2048, 57)
+    assert changes["response_length"] == (1024, 32)
+    assert changes["actor_train.device_mapping"] == (list(range(16)), [0, 1, 2, 3])
+    assert changes["actor_infer.device_mapping"] == (list(range(16, 24)), [4, 5])
+    assert changes["actor_train.training_args.gradient_accumulation_steps"] == (64, 2)
+    assert changes["pretrain"] == (MODEL, model(MODEL))
+    assert "num_gpus_per_worker" not in " ".join(changes), "it is 1 in both"
+
+
+def test_every_change_has_a_reason_and_changes_something() -> None:
+    for text in (RLVR, AGENTIC, SFT):
+        for change in rehearse(build_config(yaml.safe_load(text))).changes:
+            assert change.reason and change.before != change.after
+
+
+def test_a_query_filter_is_used_but_drops_nothing() -> None:
+    rewards = "rewards:\n  math: {query_filter_config: {type: mean_filter, filter_args: {threshold_up: 0.9}}}\n"
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR + rewards))).tree)
+    assert isinstance(small, RLVRConfig)
+    filtered = small.rewards["math"].query_filter_config
+    assert filtered.type == "mean_filter"
+    assert (filtered.filter_args.threshold_down or 0) < -1e6 and (filtered.filter_args.threshold_up or 0) > 1e6
+
+
+def test_a_mask_by_difficulty_keeps_every_group_and_domains_have_equal_shares() -> None:
+    tree = yaml.safe_load(RLVR) | {"difficulty_mask": True, "rewards": {"math": {"tag_included": ["a"]}, "code": {}}}
+    tree["actor_train"]["data_args"]["domain_interleave_probs"] = {"math": 0.99, "code": 0.01}
+    small = build_config(rehearse(build_config(tree)).tree)
+    assert isinstance(small, RLVRConfig)
+    assert small.difficulty_mask and small.difficulty_low_threshold < -1e6 and small.difficulty_high_threshold > 1e6
+    assert small.actor_train.data_args.domain_interleave_probs == {"math": 1.0, "code": 1.0}
+
+
+def test_options_of_a_gpu_are_left_out_and_listed() -> None:
+    tree = yaml.safe_load(RLVR)
+    tree["actor_infer"]["strategy_args"] = {"strategy_config": {"mem_fraction_static": 0.8, "attention_backend": "fa3"}}
+    tree["actor_train"]["strategy_args"]["strategy_config"]["apply_rope_fusion"] = True
+    made = rehearse(build_config(tree))
+    left_out = {change.path.rpartition(".")[2] for change in made.changes if change.after is None}
+    assert {"mem_fraction_static", "attention_backend", "apply_rope_fusion"} <= left_out
+
+
+def test_an_unused_reference_is_left_out() -> None:
+    tree = yaml.safe_load(RLVR) | {"reference": {"device_mapping": list(range(16))}}
+    assert "reference" not in rehearse(build_config(tree)).tree
+
+
+def test_a_reference_of_another_model_gets_a_model_of_its_own() -> None:
+    tree = yaml.safe_load(RLVR) | {"use_kl_loss": True, "kl_loss_coef": 0.1}
+    tree["reference"] = {"device_mapping": list(range(16)), "model_args": {"model_name_or_path": "Qwen/Qwen2.5-32B"}}
+    config = build_config(tree)
+    models = {MODEL: model(), "Qwen/Qwen2.5-32B": f"{model()}/other"}
+    made = shrink(config, Inputs(models, {"actor_train": ["a.jsonl"]}), "out", 2)
+    assert made.tree["pretrain"] == model()
+    assert made.tree["reference"]["model_args"]["model_name_or_path"] == f"{model()}/other"
+    assert made.tree["reference"]["device_mapping"] == made.tree["actor_train"]["device_mapping"]
+
+
+def test_short_limits_are_raised_for_a_slow_machine() -> None:
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR) | {"sync_timeout_s": 5})).tree)
+    assert small.sync_timeout_s == 180
+
+
+def test_the_number_of_steps_is_that_of_the_command() -> None:
+    small = build_config(rehearse(build_config(yaml.safe_load(RLVR)), steps=5).tree)
+    assert small.max_steps == 5
+
+
+def test_a_judge_keeps_its_engines_and_its_question_and_grades_with_the_digits_of_a_random_model() -> None:
+    recipe, small, made = both(load_config(ROOT / "examples/tiny_domains/rlvr_config.yaml").source.tree)
+    assert isinstance(recipe, RLVRConfig) and isinstance(small, RLVRConfig)
+    assert recipe.uses_judge and small.uses_judge and small.judge.device_mapping
+    before, judge = recipe.rewards["llm_judge"], small.rewards["llm_judge"]
+    assert (judge.function, judge.prompt_template) == (before.function, before.prompt_template)
+    assert grade_in("a7b3.", judge) == pytest.approx(3 / 9)
+    assert "rewards.llm_judge.grade_pattern" in [change.path for change in made.changes]
+
+
+@pytest.mark.parametrize("role", OWN_MODEL_ROLES)
+def test_a_role_that_never_takes_pretrain_keeps_a_model_of_the_same_name(role: str) -> None:
+    reward = {"judge": "llm_judge", "reward": "reward_model"}[role]
+    own = {"device_mapping": [24], "model_args": {"model_name_or_path": "some/model"}}
+    tree = yaml.safe_load(RLVR) | {"pretrain": "some/model", "rewards": {reward: {}}, role: own}
+    assert rehearse(build_config(tree)).tree[role]["model_args"]["model_name_or_path"] == model("some/model")
+
+
+def test_scores_of_a_group_differ_by_the_lengths_of_responses() -> None:
+    _, small, _ = both(yaml.safe_load(RLVR))
+    assert isinstance(small, RLVRConfig) and small.length_penalty_per_token > 0

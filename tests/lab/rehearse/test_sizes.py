@@ -1,0 +1,108 @@
+"""Layouts, devices and batches of a rehearsal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.configs.load import build_config
+from roll.configs.parallel_layout import ParallelLayout
+from roll.lab.rehearse.sizes import Batch, Placement, shrink_layouts, smallest_batch
+from tests.configs.samples import MODEL
+
+
+def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: int = 1, **more: object) -> Placement:
+    """The placement of a recipe with these device mappings and sizes."""
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    tree = {
+        "pretrain": MODEL,
+        "response_length": 10,
+        "rollout_batch_size": 64,
+        "num_return_sequences_in_group": 8,
+        "actor_train": {
+            "data_args": {"file_name": ["a.jsonl"]},
+            "strategy_args": {"strategy_config": sizes},
+            "device_mapping": train,
+        },
+        "actor_infer": {"num_gpus_per_worker": engine, "device_mapping": infer},
+        **more,
+    }
+    return shrink_layouts(build_config(tree).device_roles())
+
+
+def test_64_devices_become_six_when_train_and_generation_are_apart() -> None:
+    made = placed("0-31", "32-63", tensor=4, engine=1)
+    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, data=2)
+    assert made.layouts["actor_infer"] == ParallelLayout(tensor=1, data=2)
+    assert made.devices == {"actor_train": [0, 1, 2, 3], "actor_infer": [4, 5]}
+
+
+def test_shared_devices_stay_shared() -> None:
+    made = placed("0-7", "0-7", tensor=2)
+    assert made.devices["actor_train"] == made.devices["actor_infer"] == [0, 1, 2, 3]
+    assert made.layouts["actor_infer"].data == 2, "at most two engines, so each has two devices"
+
+
+def test_one_gpu_for_both_stays_one_slot() -> None:
+    made = placed("0", "0")
+    assert made.slots == 1
+
+
+def test_generation_on_the_first_devices_stays_there() -> None:
+    assert placed("4-7", "0-3").devices == {"actor_train": [2, 3], "actor_infer": [0, 1]}
+
+
+def test_three_parallel_sizes_and_two_engines_lose_data_parallelism_only() -> None:
+    made = placed("0-7", "8-9", tensor=2, pipeline=2)
+    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, pipeline=2, data=1)
+    assert made.layouts["actor_infer"] == ParallelLayout(data=2)
+
+
+def test_three_parallel_sizes_fit_when_devices_are_shared() -> None:
+    made = placed("0-7", "0-7", tensor=2, pipeline=2, engine=4)
+    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, pipeline=2, data=2)
+    assert made.layouts["actor_infer"] == ParallelLayout(tensor=4, data=2)
+    assert made.slots == 8
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_reference_keeps_its_own_sizes(shared: bool) -> None:
+    devices = "0-7" if shared else "16-23"
+    reference = {
+        "device_mapping": devices,
+        "strategy_args": {"strategy_config": {"pipeline_model_parallel_size": 2}},
+    }
+    made = placed("0-7", "8-15", tensor=2, use_kl_loss=True, kl_loss_coef=0.1, reference=reference)
+    assert made.layouts["reference"].pipeline == 2
+    assert (made.devices["reference"] == made.devices["actor_train"]) == shared
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ((64, 8, 1, 64, 2), Batch(4, 4, 4, 2)),
+        ((64, 8, 512, 64, 2), Batch(4, 4, 2, 2)),
+        ((1024, 1, 512, 1, 1), Batch(4, 1, 2, 1)),
+        ((2, 2, 1, 1, 1), Batch(2, 2, 4, 1)),
+        ((1, 1, 2, 2, 2), Batch(8, 1, 1, 2)),
+    ],
+)
+def test_optimizer_steps_and_accumulation_above_one_become_two(sizes: tuple[int, ...], batch: Batch) -> None:
+    """Sizes are groups, samples of each, optimizer steps, micro-batches of each, and data-parallel ranks."""
+    assert smallest_batch(*sizes) == batch
+
+
+@given(
+    st.tuples(*[st.integers(1, most) for most in (2000, 64, 100, 100)]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 6),
+    st.integers(1, 3),
+)
+def test_a_batch_fills_whole_optimizer_steps(sizes: tuple[int, ...], data_parallel: int, tags: int, turns: int) -> None:
+    _, group_size, steps, accumulation = sizes
+    made = smallest_batch(*sizes, data_parallel, tags, turns)
+    samples, step = made.groups * made.group_size * turns, made.micro_batch * made.accumulation * data_parallel
+    assert samples == step * min(steps, 2) and made.accumulation == min(accumulation, 2)
+    assert tags <= made.groups <= 32 and samples <= 32 * turns
+    assert (made.group_size > 1) == (group_size > 1) and made.group_size <= min(group_size, 4)
