@@ -41,6 +41,7 @@ EXIT_CONFIG_ERROR = 2
 HELP = {
     "run": "train as configured in a YAML file",
     "plan": "show devices, batch sizes and memory of a configuration without starting it",
+    "convert": "print a file of ROLL or verl with the keys of this project, with a comment on every change",
     "doctor": "measure every device and link of a configuration, and name the nodes that are slow",
     "rehearse": "run a configuration in miniature on this CPU, and report what was exercised",
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
@@ -51,6 +52,7 @@ HELP = {
 """What each command does, for --help."""
 
 TOOLS = {
+    "convert": "roll.tools.convert",
     "doctor": "roll.tools.doctor.command",
     "rehearse": "roll.lab.rehearse.command",
     "simulate": "roll.lab.simulate.command",
@@ -248,7 +250,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def _override_hint(argv: Sequence[str] | None) -> str:
-    from roll.configs.compat.apply import MIGRATION
+    from roll.configs.load import FOREIGN
 
     words = sys.argv[1:] if argv is None else argv
     flags = {"--json", "--config_path", "--config_name"}
@@ -258,7 +260,7 @@ def _override_hint(argv: Sequence[str] | None) -> str:
             key, equals, value = word.lstrip("-").partition("=")
             value = value if equals else "true" if following.startswith("-") else following
             key = key.replace("-", "_")
-            ours = MIGRATION.get(key, (key,))
+            ours = FOREIGN.ours.get(key, (key,))
             written.append(f"{(ours[0] if len(ours) == 1 else key).replace('<role>', 'actor_train')}={value}")
     example = " ".join(written) or "max_steps=100"
     return f"keys of the configuration are written as key=value, without dashes: {example}"

@@ -15,6 +15,7 @@ ORDER = [
     "hub",
     "models.families",
     "configs",
+    "compat",
     "algorithms",
     "datasets",
     "sandbox",
@@ -32,6 +33,9 @@ ORDER = [
     "lab",
 ]
 """A folder imports from those above it and from its own."""
+
+LOADER = (PACKAGE / "configs/load.py", PACKAGE / "configs/yaml_files.py")
+"""The only files that import `roll.compat`, which knows the keys of this project."""
 
 ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 """Tested in milliseconds: no engine and no cluster is imported there."""
@@ -97,7 +101,7 @@ def test_folders_import_only_from_above() -> None:
         folder = folder_of(path)
         for line, module in imported(path):
             place = place_of(module)
-            if folder and place and ORDER.index(place) > ORDER.index(folder):
+            if folder and place and ORDER.index(place) > ORDER.index(folder) and path not in LOADER:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
 
@@ -111,6 +115,11 @@ def test_only_the_command_line_imports_tools_and_lab() -> None:
         if module.startswith(tuple(f"roll.{name}" for name in COMMANDS))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_loader_imports_the_translation_of_other_systems_keys() -> None:
+    importers = {path for path in files() for _, module in imported(path) if module.startswith("roll.compat")}
+    assert {path for path in importers if folder_of(path) != "compat"} == set(LOADER)
 
 
 def test_folders_before_platforms_import_no_engine() -> None:

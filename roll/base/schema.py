@@ -17,6 +17,9 @@ from roll.base.errors import Problem
 
 Instance = TypeVar("Instance")
 
+Tree = dict[str, Any]
+"""A configuration as nested plain mappings."""
+
 SECTION = "a section of `key: value` lines"
 """Description of a value that contains keys."""
 

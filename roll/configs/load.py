@@ -12,34 +12,16 @@ from typing import Any
 
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Converter, declared, known_keys, one_or_many, value_at
+from roll.base.schema import Converter, Tree, declared, known_keys, one_or_many, value_at
+from roll.compat.capabilities import missing_capabilities
+from roll.compat.names import NAMES, SHORT_NAMES, VALUE_HINTS
+from roll.compat.roll_recipes import PAIR_KEYS
+from roll.compat.translate import MOVED, SPELLINGS, translate
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compat import Tree
-from roll.configs.compat.apply import (
-    MOVED_KEYS,
-    RENAMED_KEYS,
-    drop_unsupported_keys,
-    expand_importance_sampling,
-    migration,
-    read_systems,
-    translate_values,
-)
-from roll.configs.compat.async_trainers import WEIGHT_RANGE, WEIGHT_SWITCH
-from roll.configs.compat.capabilities import missing_capabilities
-from roll.configs.compat.recipe import Recipe
-from roll.configs.compat.roll_recipes import (
-    PAIR_KEYS,
-    drop_nulls,
-    is_roll_recipe,
-    read_pairs,
-    read_roll_keys,
-    read_roll_recipe,
-)
-from roll.configs.compat.vllm import read_engine
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
 from roll.configs.rules import check
-from roll.configs.suggestions import VERY_SIMILAR, drop_keys_of_other_roles, nearest, suggest_for
+from roll.configs.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, nearest, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.user_code import failure_text
 from roll.configs.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
@@ -59,8 +41,8 @@ PIPELINES: dict[str, type[AnyConfig]] = {
 ENGINE_REWARD = ("reward.strategy_args.strategy_name", "sglang")
 """Key and value that make the ranks of a reward model engines, which have other keys."""
 
-SPELLINGS = {path for path in (*RENAMED_KEYS, *MOVED_KEYS, WEIGHT_SWITCH, WEIGHT_RANGE) if "." not in path}
-"""Top-level keys that take effect under another name; a value may refer to them too."""
+FOREIGN = ForeignNames(NAMES, SHORT_NAMES, VALUE_HINTS, (*NAMES, *MOVED))
+"""Names of keys in other systems."""
 
 KNOWN_KEYS = {key.path for root in PIPELINES.values() for key in known_keys(root) if "." not in key.path}
 """Top-level keys of any pipeline."""
@@ -140,17 +122,13 @@ def build_config(
     _load_modules(tree.get("custom_modules"), source)
     kind = _pipeline(tree, pipeline, source)
     root = PIPELINES[kind]
-    recipe = Recipe(tree, overridden)
-    _translate(recipe, kind, notes)
-    tree, unsupported_notes, problems = drop_unsupported_keys(recipe.tree, kind)
-    problems = recipe.problems + problems
-    tree, translations = translate_values(tree)
+    tree, translations, problems = translate(tree, kind, root, notes, overridden)
     tree, tracker_notes, tracker_problems = nest_tracker_kwargs(tree)
     if kind == "rlvr" and value_at(tree, ENGINE_REWARD[0]) == ENGINE_REWARD[1]:
         root = RLVREngineRewardConfig
     tree, library_notes = _without_libraries(tree, tree if own is None else own)
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)
-    converter = Converter(suggest_for(root, PIPELINES | {kind: root}), overridden)
+    converter = Converter(suggest_for(root, PIPELINES | {kind: root}, FOREIGN), overridden)
     config = converter.overlay(tree, root())
     for name, options in TRACKER_OPTIONS.items():
         if name in config.tracker_kwargs:
@@ -162,8 +140,7 @@ def build_config(
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
     if problems:
         raise ConfigError(problems, source)
-    others = [*translations, *tracker_notes, *library_notes, *role_notes]
-    notes = _grouped([*notes, *recipe.notes, *unsupported_notes, *others])
+    notes = _grouped([*notes, *translations, *tracker_notes, *library_notes, *role_notes])
     given_notes = [(note.path, note.message) for note in notes]
     config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)
     problems = fill_in_defaults(config) or check(config).errors
@@ -189,20 +166,6 @@ def _with_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_with_home(item) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and HOME.match(value) else value
-
-
-def _translate(recipe: Recipe, kind: str, notes: Sequence[Problem]) -> None:
-    read_systems(recipe, kind, notes)
-    from_roll = is_roll_recipe(recipe)
-    if from_roll:
-        drop_nulls(recipe, kind, PIPELINES[kind])
-    read_engine(recipe)
-    read_roll_keys(recipe)
-    if kind == "dpo":
-        read_pairs(recipe)
-    if from_roll:
-        read_roll_recipe(recipe, kind)
-    expand_importance_sampling(recipe)
 
 
 def _check_sections(tree: Tree, source: str) -> None:
@@ -232,7 +195,7 @@ def _without_libraries(tree: Tree, own: Collection[str]) -> tuple[Tree, list[Pro
     dropped = [
         key
         for key in unknown
-        if not any(map(migration, leaves({key: tree[key]})))
+        if not any(map(FOREIGN.find, leaves({key: tree[key]})))
         and not nearest(key, KNOWN_KEYS, MISSPELLED if isinstance(tree[key], dict) else VERY_SIMILAR)
     ]
     notes = [Problem(key, "has no effect: it is a key of a base file that no ${...} refers to") for key in dropped]

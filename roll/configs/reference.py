@@ -11,8 +11,6 @@ from pathlib import Path
 
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.advantages import ADV_ESTIMATORS
-from roll.configs.compat.apply import MOVED_KEYS, MOVED_VALUES, RENAMED_KEYS, RENAMED_VALUES, UNSUPPORTED_KEYS
-from roll.configs.compat.verl import VERL_KEYS
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.policy import VARIANT_TRAITS
@@ -31,7 +29,8 @@ Generated from `roll/configs` by `python -m roll.configs.reference`.
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
 relative to the file, which overrides them, and null removes one of their `rewards` or `custom_envs`; `key=value` on
 the command line overrides all. For a key without effect, `roll plan FILE` gives the reason; an unknown key, a wrong
-type or sizes that do not divide are errors that name values that work.
+type or sizes that do not divide are errors that name values that work. Keys of other systems that are read or dropped
+are in [other_spellings.md](other_spellings.md).
 
 A relative path (`pretrain`, `file_name`, `output_dir`) starts in the folder in which `roll` is called; base files in
 `defaults` are relative to the file. Python modules (`module:function`) are found beside the file and in that folder.
@@ -56,23 +55,17 @@ def render() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION]
     for title, keys in _groups().items():
-        parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
+        parts.append(f"## {title}\n\n" + markdown_table(("key", "type", "default", "meaning"), map(_row, keys)))
     parts.append(
         "## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. wandb, swanlab and mlflow are "
         "installed separately (`pip install wandb`, `swanlab` or `mlflow-skinny`) and run in processes of their own: a "
         "server that does not answer is warned about once and delays nothing. Their local files are in "
-        "`output_dir`.\n\n" + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
+        "`output_dir`.\n\n" + markdown_table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
     )
-    parts.append("## Names\n\n" + _table(("key", "known"), _names()))
+    parts.append("## Names\n\n" + markdown_table(("key", "known"), _names()))
     parts.append(
         "## Options of SGLang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
-        "name, except the options that other keys set:\n\n" + _table(("option", "instead"), OWNED.items())
-    )
-    parts.append("## Other spellings\n\n" + _table(("in other recipes", "here"), _spellings()))
-    unsupported = ((f"`{item.pattern}`{_pipelines(item.pipelines)}", item.reason) for item in UNSUPPORTED_KEYS)
-    parts.append(
-        "## Keys of other projects\n\nThese have no counterpart. A value that changes nothing is a warning, any other "
-        "an error.\n\n" + _table(("key", "reason"), unsupported)
+        "name, except the options that other keys set:\n\n" + markdown_table(("option", "instead"), OWNED.items())
     )
     return "\n".join(parts)
 
@@ -106,10 +99,6 @@ def _all_or(pipelines: tuple[str, ...]) -> str:
     return "all pipelines" if len(pipelines) == len(PIPELINES) else " and ".join(f"`{name}`" for name in pipelines)
 
 
-def _pipelines(pipelines: tuple[str, ...]) -> str:
-    return "" if set(pipelines) == set(PIPELINES) else f" ({', '.join(pipelines)})"
-
-
 def _row(key: Key) -> tuple[str, str, str, str]:
     metadata = key.field.metadata
     variants = [name for condition in metadata["only_for"] for name in condition.variants]
@@ -132,26 +121,8 @@ def _names() -> Iterator[tuple[str, str]]:
     yield "`architectures` of the model's config.json", ", ".join(architectures())
 
 
-def _spellings() -> Iterator[tuple[str, str]]:
-    for other, name in RENAMED_KEYS.items():
-        yield f"`{other}`", f"`{name}`"
-    for other, name in MOVED_KEYS.items():
-        if other in VERL_KEYS:  # docs/coming_from.md has them
-            continue
-        if other not in MOVED_VALUES:
-            yield f"`{other}`", f"`{name}`"
-        for value, ours in MOVED_VALUES.get(other, {}).items():
-            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {ours}`"
-    yield (
-        "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
-        "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",
-    )
-    for key, values in RENAMED_VALUES.items():
-        for other, value in values.items():
-            yield f"`{key}: {other}`", f"`{key}: {value}`"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table whose cells may have bars."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(re.sub(r"\|", r"\\|", cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -68,6 +68,20 @@ REFUSED = {
 ALLOWED = {"kv_cache_dtype": ("auto", "bf16", "bfloat16"), "load_format": ("auto", "safetensors", "dummy")}
 """Option of REFUSED -> its values that are not refused."""
 
+VLLM_NAMES = {
+    "gpu_memory_utilization": "mem_fraction_static",
+    "block_size": "page_size",
+    "load_format": "load_format",
+    "max_model_len": "context_length",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "enforce_eager": "disable_cuda_graph",
+    "kv_cache_dtype": "kv_cache_dtype",
+}
+"""Option of vLLM -> option with the same meaning."""
+
+VLLM_ROLE_NAMES = {"tensor_parallel_size": "num_gpus_per_worker", "max_num_seqs": "max_running_requests"}
+"""Option of vLLM -> key of the role."""
+
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
 """Names in annotations that are checked; options of other types accept any value."""
 

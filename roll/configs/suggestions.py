@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.base.errors import Problem
-from roll.base.schema import SECTION, Key, declared, describe, keys_by_path
-from roll.configs.compat import Tree
-from roll.configs.compat.apply import MIGRATION, MOVED_KEYS, SHORT_NAMES, migration, migration_of_last_part
-from roll.configs.compat.verl import VALUE_HINTS
+from roll.base.schema import SECTION, Key, Suggest, Tree, declared, describe, keys_by_path
 from roll.configs.roles import ROLES, AbsentKey
 from roll.configs.yaml_files import leaves
 
@@ -22,7 +20,49 @@ SIMILAR, VERY_SIMILAR = 0.6, 0.75
 LISTED_KEYS = 20
 """Most keys of a section that are listed for an unknown one."""
 
+AMBIGUOUS_WORDS = ("n", "name", "path")
+"""Last parts of names that mean nothing without the parts before them."""
+
 NOT_SIMILAR = "no key is similar; docs/configuration.md lists all"
+
+
+@dataclass(frozen=True)
+class ForeignNames:
+    """Names of keys in other systems.
+
+    Attributes:
+        ours: name -> keys here. A name is the end of a path; `.*` is any key.
+        short: names that many systems share.
+        hints: last part of a name -> which of its values has another name here, or how it is computed.
+        paths: of all keys that other systems have.
+    """
+
+    ours: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    short: Collection[str] = ()
+    hints: Mapping[str, str] = field(default_factory=dict)
+    paths: Collection[str] = ()
+
+    def find(self, path: str) -> tuple[str, ...]:
+        """This project's keys for an unknown path, or for its end; empty if there are none."""
+        for end in _ends(path):
+            name = end if end in self.ours else f"{end.rpartition('.')[0]}.*"
+            if name in self.ours:
+                return self.ours[name]
+        return ()
+
+    def find_by_last_part(self, path: str) -> tuple[str, ...]:
+        """As `find`, for a path that leaves out the sections of a name: `lr` for `actor.optim.lr`."""
+        for end in _ends(path):
+            found = [ours for name, keys in self.ours.items() if name.endswith(f".{end}") for ours in keys]
+            if found and end not in AMBIGUOUS_WORDS:
+                return tuple(dict.fromkeys(found))
+        return ()
+
+
+def _ends(path: str) -> list[str]:
+    """The path, and the path without its first part, its first two, and so on."""
+    parts = path.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
@@ -32,9 +72,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | N
     return by_lower[close[0]] if close else None
 
 
-def suggest_for(root: type, pipelines: Mapping[str, type] | None = None) -> Callable[[str, type, Any], list[Problem]]:
-    """A function that explains an unknown path in a file for `root`, and recognises keys of other `pipelines`."""
-    return _Suggestions(root, pipelines or {}).problems
+def suggest_for(
+    root: type, pipelines: Mapping[str, type] | None = None, foreign: ForeignNames | None = None
+) -> Suggest:
+    """A function that explains an unknown path in a file for `root`, by other `pipelines` and `foreign` names too."""
+    return _Suggestions(root, pipelines or {}, foreign or ForeignNames()).problems
 
 
 def drop_keys_of_other_roles(tree: Tree, root: type) -> tuple[Tree, list[Problem], list[Problem]]:
@@ -95,7 +137,8 @@ def _absence(role: Any, path: str) -> AbsentKey | None:
 class _Suggestions:
     """Searches a path in this order: other pipelines, other frameworks, the same name elsewhere, similar names."""
 
-    def __init__(self, root: type, pipelines: Mapping[str, type]) -> None:
+    def __init__(self, root: type, pipelines: Mapping[str, type], foreign: ForeignNames) -> None:
+        self._foreign = foreign
         self._paths = keys_by_path(root)
         self._pipeline = next((name for name, cls in pipelines.items() if cls is root), "")
         self._others = {name: keys_by_path(cls) for name, cls in pipelines.items() if cls is not root}
@@ -103,7 +146,7 @@ class _Suggestions:
     def problems(self, path: str, section: type, value: Any) -> list[Problem]:
         """One problem; for a section of another framework, one for each of its keys."""
         names = declared(section)
-        known = "" if isinstance(value, Mapping) and path in SHORT_NAMES else self._certain(path, names)
+        known = "" if isinstance(value, Mapping) and path in self._foreign.short else self._certain(path, names)
         inner = list(leaves(value, path)) if isinstance(value, Mapping) else []
         if not known and self._are_of_another(inner, path, names):
             return [unknown(leaf, self._certain(leaf) or self._similar(leaf) or NOT_SIMILAR) for leaf in inner]
@@ -115,8 +158,8 @@ class _Suggestions:
         """Whether the keys of an unknown section are known to more tables than its name."""
         if not inner:
             return False
-        if any(migration(_plain(leaf)) for leaf in inner) or any(
-            name.startswith(f"{_plain(path)}.") for name in MIGRATION
+        if any(self._foreign.find(_plain(leaf)) for leaf in inner) or any(
+            name.startswith(f"{_plain(path)}.") for name in self._foreign.ours
         ):
             return True
         return not nearest(path.rpartition(".")[2], names) and any(self._elsewhere(leaf) for leaf in inner)
@@ -128,13 +171,13 @@ class _Suggestions:
         if known in self._paths:
             return _nested(path) if plain == path else f"did you mean {plain}?"
         for name, paths in self._others.items():
-            if known in paths and not migration(plain):
+            if known in paths and not self._foreign.find(plain):
                 return f"it belongs to pipeline {name}, and this is {self._pipeline}"
-        other = self._of_another(path, migration(plain), names)
+        other = self._of_another(path, self._foreign.find(plain), names)
         elsewhere = self._elsewhere(path)
         if not other and elsewhere:
             return f"this key belongs at {_best(path, elsewhere)}"
-        other = other or self._of_another(path, migration_of_last_part(plain), names)
+        other = other or self._of_another(path, self._foreign.find_by_last_part(plain), names)
         if not other and self._is_foreign(path):
             return f"docs/coming_from.md lists the keys of {path.partition('.')[0]} that are read"
         return other
@@ -156,8 +199,8 @@ class _Suggestions:
             name for name, paths in self._others.items() if any(key in paths and key not in self._paths for key in keys)
         )
         owner = next((f", of pipeline {name}" for name in others), "")
-        hint = VALUE_HINTS.get(_leaf(_plain(path)))
-        page = "" if _leaf(_plain(path)) in SHORT_NAMES else "docs/coming_from.md"
+        hint = self._foreign.hints.get(_leaf(_plain(path)))
+        page = "" if _leaf(_plain(path)) in self._foreign.short else "docs/coming_from.md"
         explained = "; ".join(filter(None, (hint, page)))
         found = " and ".join(dict.fromkeys(ours or keys))
         return f"here that is {found}{owner}" + (f" ({explained})" if explained else "")
@@ -166,9 +209,7 @@ class _Suggestions:
         """Whether a path is in a section that only other frameworks have, where the same names mean other things."""
         head, dot, _ = path.partition(".")
         return (
-            bool(dot)
-            and head not in self._paths
-            and any(name.startswith(f"{head}.") for name in (*MIGRATION, *MOVED_KEYS))
+            bool(dot) and head not in self._paths and any(name.startswith(f"{head}.") for name in self._foreign.paths)
         )
 
     def _elsewhere(self, path: str) -> list[str]:

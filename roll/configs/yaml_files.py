@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.base.errors import ConfigError, Problem, git_lfs_pointer, similar_path, unreachable
-from roll.configs.compat import Tree
-from roll.configs.compat.apply import normalize_aliases
-from roll.configs.compat.environments import base_file
+from roll.base.schema import Tree
+from roll.compat.environments import base_file
+from roll.compat.translate import respell
 
 FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 """YAML 1.2 floats: `1e-6` too, which YAML 1.1 reads as text."""
@@ -37,7 +37,7 @@ MAX_CHARACTERS = 128 * 1024
 """Longest text of a configuration; the parser takes about a second for it."""
 
 
-class _Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key that is given twice in one mapping."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -55,12 +55,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.yaml_implicit_resolvers = {
+YamlLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"(?:{INT.pattern})\\Z"), list("-+0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.pattern})\\Z"), list("-+0123456789."))
+YamlLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(f"(?:{INT.pattern})\\Z"), list("-+0123456789"))
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(f"(?:{FLOAT.pattern})\\Z"), list("-+0123456789.")
+)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -73,7 +75,7 @@ def parse_yaml(text: str, source: str) -> Any:
         message = f"{len(text)} characters are too many for a configuration; the most allowed are {MAX_CHARACTERS}"
         raise ConfigError([Problem("", message)], source)
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=YamlLoader)
     except ConfigError as error:
         raise ConfigError(error.problems, source) from None
     except yaml.YAMLError as error:
@@ -96,10 +98,10 @@ def nesting_refused(source: str) -> Iterator[None]:
 
 
 def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = (), keys: set[str] | None = None) -> Tree:
-    """The mapping of one file merged over the base files in its `defaults`, with other spellings normalised.
+    """The mapping of one file merged over the base files in its `defaults`, with the names of this project.
 
     Base files win over earlier ones, and the file itself wins over those before `_self_`, which is last where it is not
-    listed. `notes` receives the remarks of normalisation, `keys` the top-level keys of the file itself. A base
+    listed. `notes` receives the remarks of `respell`, `keys` the top-level keys of the file itself. A base
     file may be empty.
 
     Raises:
@@ -112,7 +114,7 @@ def read_tree(path: Path, notes: list[Problem], including: Sequence[Path] = (), 
         raise ConfigError([Problem("defaults", f"the files include each other: {names}")], str(including[0]))
     tree = _mapping(path, may_be_empty=bool(including))
     bases = _bases(tree.pop("defaults", None), path)
-    own = normalize_aliases(tree, str(path), notes)
+    own = respell(tree, str(path), notes)
     if keys is not None:
         keys.update(own)
     merged: Tree = {}
@@ -193,7 +195,7 @@ def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:
         for part in reversed(key.split(".")):
             item = {part: item}
         tree = merge(tree, item)
-    return normalize_aliases(tree, "overrides", notes)
+    return respell(tree, "overrides", notes)
 
 
 def _mapping(path: Path, may_be_empty: bool) -> Tree:

@@ -39,7 +39,7 @@ built-in one:
    actions in `texts` of the same file, and a test file of its own;
 4. docs/environments.md, of which `tests/envs/test_documentation.py` requires its name, id, options and metrics, and its
    mention in README.md;
-5. its names in recipes of ROLL, if it has any, in `roll/configs/compat/environments.py`."""
+5. its names in recipes of ROLL, if it has any, in `roll/compat/environments.py`."""
 
 for _built_in in BUILT_IN.values():
     # TextEnv checks its turns and the order of calls itself, so gymnasium's wrappers are not needed.

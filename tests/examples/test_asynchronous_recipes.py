@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.compat.async_trainers import MOVED_KEYS
+from roll.compat.async_trainers import ASYNC
 from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
@@ -57,7 +57,7 @@ def test_rlvr_async_interpolates_and_counts_prompts(tmp_path: Path, tiny_model_d
 def test_fully_async_sets_every_key_of_its_block(tmp_path: Path, tiny_model_dir: Path):
     config = load("fully_async", tmp_path, tiny_model_dir)
     block = yaml.safe_load((EXAMPLES / "fully_async" / "rlvr_config.yaml").read_text())["async_training"]
-    moved = {key for path in MOVED_KEYS for head, _, key in [path.rpartition(".")] if head == "async_training"}
+    moved = {key for path in ASYNC.move for head, _, key in [path.rpartition(".")] if head == "async_training"}
     assert moved <= set(block)
     assert config.actor_infer.generation_timeout_s == config.sync_timeout_s == 30
     assert config.async_training.batch_generation_interval_s == 0.1

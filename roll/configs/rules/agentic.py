@@ -10,8 +10,10 @@ from typing import Any
 
 from roll.base.errors import ConfigError, Report
 from roll.configs.agentic import AgenticConfig, EnvManagerConfig
-from roll.configs.compat.roll import ENVIRONMENTS
 from roll.configs.suggestions import nearest
+
+SIMILAR_NAMES = ("sokoban_sandbox", "sokoban_mcp")
+"""Environments of other projects whose names look like misspelled names of built-in ones."""
 
 REGISTRY = "roll.envs.registry"
 """Module of `make_env`, imported by name because environments import this folder."""
@@ -43,7 +45,7 @@ def check_environments(config: AgenticConfig, report: Report) -> None:
     for tag, entry in config.custom_envs.items():
         if names_class(entry.env_type):
             continue
-        misspelled = nearest(entry.env_type, registry.BUILT_IN) and entry.env_type not in ENVIRONMENTS
+        misspelled = nearest(entry.env_type, registry.BUILT_IN) and entry.env_type not in SIMILAR_NAMES
         if not registry.is_known(entry.env_type) and not misspelled:
             report.missing_resource(
                 f"custom_envs.{tag}.env_type",

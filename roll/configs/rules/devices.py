@@ -9,7 +9,6 @@ from typing import Any
 
 from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compat import vllm
 from roll.configs.megatron import ineffective_modules
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, DPOConfig, PreferenceConfig, RLConfig, RLVRConfig
@@ -23,7 +22,16 @@ from roll.configs.roles import (
     TrainingArguments,
 )
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
-from roll.configs.sglang_options import ALLOWED, OWNED, REFUSED, RUNS_CODE, ServerOption, server_options
+from roll.configs.sglang_options import (
+    ALLOWED,
+    OWNED,
+    REFUSED,
+    RUNS_CODE,
+    VLLM_NAMES,
+    VLLM_ROLE_NAMES,
+    ServerOption,
+    server_options,
+)
 from roll.configs.suggestions import nearest
 from roll.configs.trackers import missing_package
 
@@ -329,10 +337,10 @@ def _check_sglang(role: str, worker: EngineRoleConfig, report: Report) -> None:
         if name in OWNED:
             report.error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
         elif known is not None and name not in known:
-            like = vllm.OPTIONS.get(name) or nearest(name, known.keys() - OWNED.keys())
+            like = VLLM_NAMES.get(name) or nearest(name, known.keys() - OWNED.keys())
             hint = f"; did you mean {like}?" if like else ""
-            if name in vllm.ROLE_OPTIONS:
-                hint = f"; set {role}.{vllm.ROLE_OPTIONS[name]}"
+            if name in VLLM_ROLE_NAMES:
+                hint = f"; set {role}.{VLLM_ROLE_NAMES[name]}"
             report.error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
         elif _is_refused(name, value, (known or {}).get(name)) and (not scores or REFUSED[name] == RUNS_CODE):
             report.error(f"{path}.{name}", f"{value!r} {REFUSED[name]}; leave it out")

@@ -6,10 +6,9 @@ import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.base.schema import value_at
+from roll.base.schema import Tree, value_at
 from roll.configs.advantages import SCORED
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compat import Tree
 from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.megatron import LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.compat import MEGATRON, SAMPLING, SGLANG, TRAINING, Names, UnsupportedKey, always, if_off
+from roll.compat.recipe import MEGATRON, SAMPLING, SGLANG, TRAINING
+from roll.compat.rules import Table, read_rules
 
-NAMES: Names = {
+REJECTION = tuple(f"correction.rejection.{name}" for name in ("statistic", "level", "upper"))
+
+VERL_NAMES: dict[str, str | tuple[str, ...]] = {
     "data.train_files": "actor_train.data_args.file_name",
     "data.val_files": "validation.data_args.file_name",
     "data.apply_chat_template_kwargs": "actor_train.data_args.template_kwargs",
@@ -72,16 +75,7 @@ NAMES: Names = {
     "algorithm.gdpo_reward_weights": "rewards.<name>.weight",
     "algorithm.rollout_correction.rollout_is": "correction.weights.level",
     "rollout_is_threshold": "correction.weights.upper",
-    "algorithm.rollout_correction.rollout_rs": (
-        "correction.rejection.statistic",
-        "correction.rejection.level",
-        "correction.rejection.upper",
-    ),
-    "rollout_rs_threshold": (
-        "correction.rejection.statistic",
-        "correction.rejection.level",
-        "correction.rejection.upper",
-    ),
+    **dict.fromkeys(("algorithm.rollout_correction.rollout_rs", "rollout_rs_threshold"), REJECTION),
     "trainer.total_training_steps": "max_steps",
     "trainer.total_epochs": "max_steps",
     "trainer.save_freq": "save_steps",
@@ -98,23 +92,6 @@ NAMES: Names = {
     "trigger_parameter_sync_step": "rollout_batch_size",
     "total_rollout_steps": "max_steps",
 }
-
-EPOCHS = "epochs x rows of the data / rows of a batch"
-
-VALUE_HINTS = {
-    "loss_mode": "vanilla there is ppo here",
-    "use_opsm": "against the engine's log-probs: 1e-2 or more in half precision",
-    "loss_type": "cispo is a pg_variant, and cispo_epsilon_high is epsilon_high - 1",
-    "optimizer": "the optimizer is Adam; its numbers are there",
-    "push_to_hub": "the model is exported to output_dir/hf_model; upload it with huggingface-cli",
-    "do_sample": "0 is greedy, in validation",
-    "stage": "rlvr, agentic, sft, dpo or reward_model",
-    "val_before_train": "above 0 it runs before step 1 too",
-    "colocate_all_models": "equal device mappings share devices",
-    "vllm_num_engines": "num_gpus_per_worker devices each",
-    **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs", "num_epochs", "n_epochs"), EPOCHS),
-}
-"""Last part of a name in `NAMES` -> which of its values has another name in this project, or how it is computed."""
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 
@@ -149,7 +126,7 @@ def _full(name: str) -> str:
 
 
 VERL_KEYS = {
-    **{_full(name): ours for name, ours in NAMES.items() if isinstance(ours, str) and name not in CONVERTED},
+    **{_full(name): ours for name, ours in VERL_NAMES.items() if isinstance(ours, str) and name not in CONVERTED},
     **{f"{ACTOR}.megatron.{name}": f"{MEGATRON}.{name}" for name in LAYOUT.split()},
     **{f"{REF}.megatron.{name}": f"reference.strategy_args.strategy_config.{name}" for name in LAYOUT.split()},
     **{f"{ACTOR}.optim.{name}": f"{TRAINING}.{ours}" for name, ours in SCHEDULE.items()},
@@ -173,88 +150,76 @@ CORRECTION = "algorithm.rollout_correction"
 
 BYPASS = ("bypass_mode", f"{CORRECTION}.bypass_mode")
 
-MOVED_KEYS = {
-    **dict.fromkeys(BYPASS, "old_log_probs_source"),
-    **dict.fromkeys(("free_cache_engine", "actor_infer.free_cache_engine"), "is_offload_states"),
-    **VERL_KEYS,
-}
-
-MOVED_VALUES: dict[str, dict[Any, Any]] = {
-    **{name: {True: "behavior", False: "recompute"} for name in BYPASS},
-    "async_training.compute_prox_log_prob": {True: "recompute", False: "behavior"},
-    f"{MODEL}.enable_gradient_checkpointing": {True: "full", False: None},
-    f"{ACTOR}.policy_loss.loss_mode": {"vanilla": "ppo"},
-}
-
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
-ESTIMATOR_NAMES = {
-    "grpo_vectorized": "grpo",
-    "rloo_vectorized": "rloo",
-    "tir_optimal_token_baseline": "optimal_token_baseline",
-}
 
-RENAMED_VALUES = {"kl_penalty": KL_NAMES, "kl_loss_type": KL_NAMES, "adv_estimator": ESTIMATOR_NAMES}
-
-NO_EFFECT = {
-    "Megatron trains with its own layout and kernels; FSDP and context parallelism are not here": """
-        actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy critic.fsdp_config
-        critic.model.fsdp_config *.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
-        *.*.megatron.*_offload critic.megatron.*_offload *.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*
-        *.model.use_liger *.model.use_shm *.*.use_torch_compile *.*.use_fused_kernels
-        *.model.enable_activation_offload *.actor.entropy_from_* *.actor.entropy_checkpointing""",
-    "engines are SGLang's, with its defaults; actor_infer.strategy_args.strategy_config has its options": """
-        *.rollout.name *.rollout.mode *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype
-        *.rollout.layered_summon *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens
-        *.rollout.enforce_eager *.rollout.max_model_len *.rollout.enable_prefix_caching *.rollout.disable_log_stats""",
-    "log-probs are computed in the micro-batches of training": "*.rollout.log_prob_* *.ref.log_prob_*",
-    "prompt_length and response_length are the lengths; longer prompts are left out, never cut": """
-        *.rollout.prompt_length *.rollout.response_length *.reward_kwargs.max_resp_len
-        data.truncation data.filter_overlong_prompts*""",
-    "prompts are submitted one by one, and query_filter_config replaces dropped groups": "data.gen_batch_size",
-    "the model's config.json is used as it is; change it there": "*.model.override_config *.model.external_lib",
-    "max_steps and max_grad_norm are keys of the run": """*.actor.optim.total_training_steps
-        critic.optim.total_training_steps critic.optim.clip_grad critic.grad_clip""",
-    "rewards are functions": "reward.reward_manager reward_model.reward_manager reward_model.enable",
-    "validation runs before step 1 where eval_steps is above 0": "trainer.val_before_train",
-    "old_log_probs_source says whether the log-probs of engines are used": "*.use_rollout_* *.*.use_rollout_*",
-    "equal device mappings share devices; one step off is async_generation_ratio: 1": "hybrid_engine *.hybrid_engine",
-    "it is always done in one way": """*.checkpoint_engine *.*.checkpoint_engine *.use_trainer_do_validate
-        *.parallel_validate_and_rollout trainer.balance_batch trainer.ray_wait_* actor_rollout_ref.nccl_timeout
-        trainer.log_val_generations trainer.rollout_data_dir data.return_* data.dataloader_num_workers""",
-}
-"""Why keys have no effect, whatever their values -> their patterns."""
-
-
-def _disabled(section: Any) -> bool:
+def _is_disabled(section: Any) -> bool:
     return not (isinstance(section, dict) and section.get("enable"))
 
 
-def _single_turn(agent: Any) -> bool:
+def _has_one_turn(agent: Any) -> bool:
     """Whether verl's section of agents has no loop but that of one turn."""
     loops = ("default_agent_loop", "agent_loop_config_path")
     return not isinstance(agent, dict) or all(agent.get(name) in (None, "single_turn_agent") for name in loops)
 
 
-UNSUPPORTED_KEYS = (
-    UnsupportedKey(f"{ROLLOUT}.agent", _single_turn, "turns are those of a TextEnv (docs/environments.md)"),
-    *(
-        UnsupportedKey(pattern, always, reason)
-        for reason, patterns in NO_EFFECT.items()
-        for pattern in patterns.split()
-    ),
-    *(
-        UnsupportedKey(f"{sections}{name}", bool, reason)
-        for name, reason in (
-            ("calculate_log_probs", "engines always return log-probs; whether they are used: old_log_probs_source"),
-            ("calculate_sum_pi_squared", "sums of squared probabilities are computed where adv_estimator reads them"),
-        )
-        for sections in ("", "*.", "*.*.")
-    ),
-    UnsupportedKey(f"{ROLLOUT}.multi_turn", _disabled, "turns are those of an environment, in pipeline: agentic"),
-    UnsupportedKey(f"{ROLLOUT}.do_sample", bool, "write actor_infer.generating_args.temperature"),
-    UnsupportedKey("algorithm.filter_groups", _disabled, "write rewards.<name>.query_filter_config"),
-    UnsupportedKey("algorithm.kl_ctrl.type", lambda value: value == "fixed", "write target_kl and kl_horizon"),
-    UnsupportedKey("algorithm.use_pf_ppo", if_off, "samples are not weighted by their scores"),
+RULES = """
+[]
+actor_rollout_ref.rollout.agent if one_turn: turns are those of a TextEnv (docs/environments.md)
+actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy critic.fsdp_config
+    critic.model.fsdp_config *.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
+    *.*.megatron.*_offload critic.megatron.*_offload *.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*
+    *.model.use_liger *.model.use_shm *.*.use_torch_compile *.*.use_fused_kernels *.model.enable_activation_offload
+    *.actor.entropy_from_* *.actor.entropy_checkpointing: Megatron trains with its own layout and kernels; FSDP and
+    context parallelism are not here
+*.rollout.name *.rollout.mode *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype *.rollout.layered_summon
+    *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens *.rollout.enforce_eager *.rollout.max_model_len
+    *.rollout.enable_prefix_caching *.rollout.disable_log_stats: engines are SGLang's, with its defaults;
+    actor_infer.strategy_args.strategy_config has its options
+*.rollout.log_prob_* *.ref.log_prob_*: log-probs are computed in the micro-batches of training
+*.rollout.prompt_length *.rollout.response_length *.reward_kwargs.max_resp_len data.truncation
+    data.filter_overlong_prompts*: prompt_length and response_length are the lengths; longer prompts are left out, never
+    cut
+data.gen_batch_size: prompts are submitted one by one, and query_filter_config replaces dropped groups
+*.model.override_config *.model.external_lib: the model's config.json is used as it is; change it there
+*.actor.optim.total_training_steps critic.optim.total_training_steps critic.optim.clip_grad critic.grad_clip: max_steps
+    and max_grad_norm are keys of the run
+reward.reward_manager reward_model.reward_manager reward_model.enable: rewards are functions
+trainer.val_before_train: validation runs before step 1 where eval_steps is above 0
+*.use_rollout_* *.*.use_rollout_*: old_log_probs_source says whether the log-probs of engines are used
+hybrid_engine *.hybrid_engine: equal device mappings share devices; one step off is async_generation_ratio: 1
+*.checkpoint_engine *.*.checkpoint_engine *.use_trainer_do_validate *.parallel_validate_and_rollout
+    trainer.balance_batch trainer.ray_wait_* actor_rollout_ref.nccl_timeout trainer.log_val_generations
+    trainer.rollout_data_dir data.return_* data.dataloader_num_workers: it is always done in one way
+calculate_log_probs *.calculate_log_probs *.*.calculate_log_probs if on: engines always return log-probs; whether they
+    are used: old_log_probs_source
+calculate_sum_pi_squared *.calculate_sum_pi_squared *.*.calculate_sum_pi_squared if on: sums of squared probabilities
+    are computed where adv_estimator reads them
+actor_rollout_ref.rollout.multi_turn if disabled: turns are those of an environment, in pipeline: agentic
+actor_rollout_ref.rollout.do_sample if on: write actor_infer.generating_args.temperature
+algorithm.filter_groups if disabled: write rewards.<name>.query_filter_config
+algorithm.kl_ctrl.type if fixed: write target_kl and kl_horizon
+algorithm.use_pf_ppo if off: samples are not weighted by their scores
+"""
+
+VERL = Table(
+    move={
+        **dict.fromkeys(BYPASS, "old_log_probs_source"),
+        **dict.fromkeys(("free_cache_engine", "actor_infer.free_cache_engine"), "is_offload_states"),
+        **VERL_KEYS,
+    },
+    values={
+        **{name: {True: "behavior", False: "recompute"} for name in BYPASS},
+        "async_training.compute_prox_log_prob": {True: "recompute", False: "behavior"},
+        f"{MODEL}.enable_gradient_checkpointing": {True: "full", False: None},
+        f"{ACTOR}.policy_loss.loss_mode": {"vanilla": "ppo"},
+        "kl_penalty": KL_NAMES,
+        "kl_loss_type": KL_NAMES,
+        "adv_estimator": {
+            "grpo_vectorized": "grpo",
+            "rloo_vectorized": "rloo",
+            "tir_optimal_token_baseline": "optimal_token_baseline",
+        },
+    },
+    rules=read_rules(RULES, {"disabled": _is_disabled, "one_turn": _has_one_turn}),
 )
-"""Keys without a counterpart."""

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.compat.recipe import Recipe
-from roll.configs.sglang_options import OWNED, server_options
-
-OPTIONS = {
-    "gpu_memory_utilization": "mem_fraction_static",
-    "block_size": "page_size",
-    "load_format": "load_format",
-    "max_model_len": "context_length",
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "enforce_eager": "disable_cuda_graph",
-    "kv_cache_dtype": "kv_cache_dtype",
-}
-"""vLLM option -> SGLang option with the same meaning."""
-
-ROLE_OPTIONS = {"tensor_parallel_size": "num_gpus_per_worker", "max_num_seqs": "max_running_requests"}
-"""vLLM option -> key of the role."""
+from roll.compat.recipe import Recipe, shown
+from roll.compat.rules import Table
+from roll.configs.sglang_options import OWNED, VLLM_NAMES, VLLM_ROLE_NAMES, server_options
 
 NEGATED_OPTIONS = {"enable_prefix_caching": "disable_radix_cache"}
 """vLLM option -> SGLang option with the opposite meaning."""
 
-RENAMED_VALUES: dict[str, dict[Any, Any]] = {"top_k": {-1: 0}}
+VLLM = Table(values={"top_k": {-1: 0}})
 
 ENGINE = "actor_infer.strategy_args"
 
-SGLANG_ROLE_OPTIONS = ROLE_OPTIONS | {
+SGLANG_ROLE_OPTIONS = VLLM_ROLE_NAMES | {
     "tp_size": "num_gpus_per_worker",
     "max_running_requests": "max_running_requests",
 }
@@ -68,11 +55,11 @@ def read_engine(recipe: Recipe) -> None:
             engine[option] = value
             kept.append(option)
         else:
-            read.append(f"{option} {_shown(value)} as {path}{'' if ours is value else f' {_shown(ours)}'}")
-            if path.startswith("actor_infer."):
-                _put_role_option(recipe, path, ours)
-            else:
+            read.append(f"{option} {shown(value)} as {path}{'' if ours is value else f' {shown(ours)}'}")
+            if not path.startswith("actor_infer."):
                 engine[path] = ours
+            elif path not in recipe.overridden:
+                recipe.put(path, ours)
     recipe.put(ENGINE, {**recipe.section(ENGINE), "strategy_name": "sglang", "strategy_config": engine})
     parts = [", ".join(read), f"without effect: {', '.join(dropped)}" if dropped else ""]
     if name == "vllm":
@@ -95,24 +82,14 @@ def _target(option: str, value: Any, engine: str) -> tuple[str | None, Any]:
     known = server_options() or {}
     if engine == "sglang" and option in SGLANG_LAUNCH_OPTIONS and value in (None, False, 1):
         return None, None
-    roles = ROLE_OPTIONS if engine == "vllm" else SGLANG_ROLE_OPTIONS
+    roles = VLLM_ROLE_NAMES if engine == "vllm" else SGLANG_ROLE_OPTIONS
     if option in roles:
         return f"actor_infer.{roles[option]}", value
     if engine == "vllm" or option not in known:
-        if option in OPTIONS:
-            return OPTIONS[option], value
+        if option in VLLM_NAMES:
+            return VLLM_NAMES[option], value
         if option in NEGATED_OPTIONS:
             return NEGATED_OPTIONS[option], not value
     if engine == "sglang":
         return option, value
     return (option if option in known and option not in OWNED else None), value
-
-
-def _put_role_option(recipe: Recipe, path: str, value: Any) -> None:
-    """Sets a key of the role; one of the command line wins."""
-    if path not in recipe.overridden:
-        recipe.put(path, value)
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

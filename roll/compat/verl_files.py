@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
-from roll.base.errors import Problem
-from roll.configs.compat import two_spellings
-from roll.configs.compat.recipe import Recipe
-from roll.configs.compat.verl import ACTOR, LAYOUT, ROLLOUT
+from roll.compat.recipe import NO_COUNT, Recipe, is_count, shown
+from roll.compat.verl import ACTOR, LAYOUT, ROLLOUT
 from roll.configs.parallel_layout import parse_device_mapping, spans
 
 POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
@@ -19,8 +17,6 @@ COUNTS = {"nnodes": 1, "n_gpus_per_node": 8}
 
 DEVICES_PER_NODE = 8
 """Devices of a node that two pools may share, where `num_devices_per_node` does not say it."""
-
-NO_NUMBER = "a whole number of at least 1"
 
 INTERVALS = ("save_steps", "eval_steps", "actor_train.training_args.warmup_steps", "critic.training_args.warmup_steps")
 """Keys whose negative values mean never, or none, in verl."""
@@ -61,7 +57,7 @@ def place_pools(recipe: Recipe, pipeline: str) -> None:
         elif path in recipe.overridden:
             recipe.note(where, f"{numbers} have no effect: {path} is given")
         elif POOLS[pool] == role:
-            recipe.problems.append(two_spellings(where, path))
+            recipe.two_spellings(where, path)
     if node is None:
         recipe.put("num_devices_per_node", per_node)
         hint = "" if together or not others else "; if one node holds both pools, set it to its number of devices"
@@ -75,10 +71,10 @@ def _pool_sizes(recipe: Recipe, node: int | None) -> dict[str, tuple[int, int]]:
     if values.get("rollout.nnodes") == 0:  # colocated
         recipe.note("rollout.nnodes", "has no effect: there is no pool of its own")
         values = {path: value for path, value in values.items() if path.startswith("trainer.")}
-    wrong = [path for path, value in values.items() if not _is_count(value)]
+    wrong = [path for path, value in values.items() if not is_count(value)]
     for path in wrong:
-        recipe.refuse(path, values[path], NO_NUMBER)
-    if not values or wrong or not _is_count(node or 1):  # conversion reports the latter
+        recipe.refuse(path, values[path], NO_COUNT)
+    if not values or wrong or not is_count(node or 1):  # conversion reports the latter
         return {}
     sizes = {
         pool: (values.get(f"{pool}.nnodes", COUNTS["nnodes"]), values.get(f"{pool}.n_gpus_per_node", DEVICES_PER_NODE))
@@ -87,18 +83,14 @@ def _pool_sizes(recipe: Recipe, node: int | None) -> dict[str, tuple[int, int]]:
     }
     if "trainer" not in sizes:
         missing = "needs trainer.nnodes and trainer.n_gpus_per_node too; or write actor_infer.device_mapping"
-        recipe.problems.append(Problem(next(iter(values)), missing))
+        recipe.error(next(iter(values)), missing)
         return {}
     for pool, (_, devices) in sizes.items():
         if node is not None and devices > node:
             message = f"{devices} devices are more than num_devices_per_node {node}; use at most that"
-            recipe.problems.append(Problem(f"{pool}.n_gpus_per_node", message))
+            recipe.error(f"{pool}.n_gpus_per_node", message)
             return {}
     return sizes
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value >= 1
 
 
 def read_verl_file(recipe: Recipe) -> None:
@@ -108,7 +100,7 @@ def read_verl_file(recipe: Recipe) -> None:
     actor = _given(recipe, "ppo_mini_batch_size", f"{ACTOR}.", "actor.", "")
     _read_updates(recipe, actor)
     for role, path in (("actor_train", actor), ("critic", "critic.ppo_mini_batch_size")):
-        prompts = _take_count(recipe, path)
+        prompts = recipe.take_count(path)
         if prompts is not None:
             _read_mini_batch(recipe, role, path, prompts)
     if recipe.has("max_steps"):
@@ -163,8 +155,8 @@ def _read_updates(recipe: Recipe, mini_batch: str) -> None:
     batches, syncs, partial = (_given(recipe, name, "async_training.", "") for name in (*names, "partial_rollout"))
     total = _given(recipe, "total_rollout_steps", "rollout.", "")
     if any(map(recipe.has, (batches, syncs, total))):
-        counts = [recipe.get(mini_batch), _take_count(recipe, batches) or 1, _take_count(recipe, syncs) or 4]
-        if not _is_count(counts[0]):
+        counts = [recipe.get(mini_batch), recipe.take_count(batches) or 1, recipe.take_count(syncs) or 4]
+        if not is_count(counts[0]):
             recipe.refuse(mini_batch, counts[0], f"the prompts of an optimizer step; {' and '.join(names)} need them")
             return
         if recipe.get("rollout_batch_size") == 0:
@@ -172,7 +164,7 @@ def _read_updates(recipe: Recipe, mini_batch: str) -> None:
         prompts, numbers = prod(counts), " x ".join(map(str, counts))
         how = f", that is {numbers} (ppo_mini_batch_size x {' x '.join(names)})"
         _put(recipe, batches, "rollout_batch_size", prompts, how)
-        generated = _take_count(recipe, total)
+        generated = recipe.take_count(total)
         if generated is not None:
             how = f", that is {generated} prompts / {prompts} of an update, rounded down"
             _put(recipe, total, "max_steps", generated // prompts, how)
@@ -192,7 +184,7 @@ def _read_mini_batch(recipe: Recipe, role: str, path: str, prompts: int) -> None
     sizes = [options.get(name, 1) for name in LAYOUT.split()[:2]]
     group = recipe.get("num_return_sequences_in_group", 1)
     micro_batch = recipe.get(f"{role}.training_args.per_device_train_batch_size", 1)
-    if not all(map(_is_count, (*sizes, group, micro_batch))):
+    if not all(map(is_count, (*sizes, group, micro_batch))):
         return  # conversion reports it
     try:
         devices = parse_device_mapping(recipe.get(f"{role}.device_mapping", recipe.get("actor_train.device_mapping")))
@@ -213,19 +205,12 @@ def _given(recipe: Recipe, name: str, *sections: str) -> str:
     return next((f"{section}{name}" for section in sections if recipe.has(f"{section}{name}")), f"{sections[0]}{name}")
 
 
-def _take_count(recipe: Recipe, path: str) -> int | None:
-    value = recipe.take(path)
-    if value is not None and not _is_count(value):
-        recipe.refuse(path, value, NO_NUMBER)
-    return value if _is_count(value) else None
-
-
 def _put(recipe: Recipe, path: str, ours: str, value: Any, how: str = "") -> None:
     """Sets the key that `path` stands for; one of the command line wins, and one of the file has to be the same."""
     if recipe.has(ours) and ours in recipe.overridden:
         recipe.note(path, f"has no effect: {ours} is given")
     elif recipe.get(ours, value) != value:
-        recipe.problems.append(two_spellings(path, ours))
+        recipe.two_spellings(path, ours)
     else:
         recipe.put(ours, value)
-        recipe.note(path, f"is read as {ours}: {str(value).lower() if isinstance(value, bool) else value}{how}")
+        recipe.note(path, f"is read as {ours}: {shown(value)}{how}")

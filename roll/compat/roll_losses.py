@@ -1,6 +1,6 @@
 """Reads what recipes of ROLL write differently about the policy loss: ratio, clipping, KL, correction, advantages.
 
-As in `roll.configs.compat.roll_recipes`, a function takes the keys it reads, puts ours, and leaves a remark.
+As in `roll.compat.roll_recipes`, a function takes the keys it reads, puts ours, and leaves a remark.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.base.schema import SECTION
+from roll.compat.recipe import Recipe, shown
 from roll.configs.agentic import METHODS
-from roll.configs.compat.recipe import Recipe
 from roll.configs.policy import traits_of
 
 PG_CLIP = 0.2
@@ -57,10 +57,10 @@ def read_topr(recipe: Recipe) -> None:
     read = {"actor_train.pg_variant": "topr", **dict.fromkeys(TOPR_WEIGHTS.values(), 0), **given}
     for key, value in read.items():
         recipe.put_new(key, value if key not in given or isinstance(value, int | float) else 1)
-    shown = ", ".join(f"{key}: {recipe.get(key)}" for key in read)
+    terms = ", ".join(f"{key}: {recipe.get(key)}" for key in read)
     lost = [str(value) for value in given.values() if not isinstance(value, int | float)]
     instead = f"; 1 instead of {', '.join(lost)}, which is not a number" if lost else ""
-    recipe.note("rl_loss_coef", f"0 with the coefficients of TOPR is read as {shown}{instead}")
+    recipe.note("rl_loss_coef", f"0 with the coefficients of TOPR is read as {terms}{instead}")
     for key in ("rl_loss_coef", *TOPR_WEIGHTS):
         recipe.take(key)
 
@@ -149,7 +149,7 @@ def read_correction(recipe: Recipe) -> None:
         recipe.note(path, "has no effect: correction is given")
         return
     read = []
-    weight = given.get("is_weight")
+    weight, filters = given.get("is_weight"), given.get("filters")
     if isinstance(weight, dict) and weight.get("enabled"):
         level = _level(recipe, f"{path}.is_weight.weight_type", weight.get("weight_type", "token"), WEIGHT_LEVELS)
         upper = weight.get("upper_bound", 1.2)
@@ -157,29 +157,26 @@ def read_correction(recipe: Recipe) -> None:
         recipe.put_new("old_log_probs_source", "recompute")
         recipe.put_new("pg_ratio_base", "proximal")
         read.append(f"is_weight as correction.weights (level {level}, upper {upper})")
-    filters = given.get("filters")
-    enabled = (
-        [item for item in filters if isinstance(item, dict) and item.get("enabled")]
-        if isinstance(filters, list)
-        else []
-    )
-    by_ratio = [item for item in enabled if item.get("ratio_enabled", True)]
-    for number, item in enumerate(by_ratio, start=1):
-        level = _level(recipe, f"{path}.filters.agg_type", item.get("agg_type", "token"), REJECTION_LEVELS)
-        bounds = {"lower": item.get("ratio_low", 0.8), "upper": item.get("ratio_high", 1.2)}
+    listed = filters if isinstance(filters, list) else []
+    enabled = [item for item in listed if isinstance(item, dict) and item.get("enabled")]
+    for number, item in enumerate([item for item in enabled if item.get("ratio_enabled", True)], start=1):
+        level, low, high = _filter_level(recipe, item), item.get("ratio_low", 0.8), item.get("ratio_high", 1.2)
         key = "correction.rejection" if number == 1 else f"correction.rejections.{number}"
-        recipe.put(key, {"statistic": "k1", "level": level, **bounds})
-        read.append(f"the ratio of a filter as {key} (level {level}, {bounds['lower']} to {bounds['upper']})")
-    by_difference = next((item for item in enabled if item.get("diff_enabled")), None)
-    if by_difference is not None:
-        level = _level(recipe, f"{path}.filters.agg_type", by_difference.get("agg_type", "token"), REJECTION_LEVELS)
-        limits = {"lower": by_difference.get("diff_low"), "upper": by_difference.get("diff_high")}
-        recipe.put("correction.difference", {"level": level, **limits})
-        read.append(f"its difference as correction.difference (level {level}, {limits['lower']} to {limits['upper']})")
-    lost = ["further differences"] * any(item.get("diff_enabled") and item is not by_difference for item in enabled)
-    if read or lost:
-        rest = f"; not available: {', '.join(lost)}" if lost else ""
-        recipe.note(path, f"is read: {', '.join(read) or 'nothing'}{rest}")
+        recipe.put(key, {"statistic": "k1", "level": level, "lower": low, "upper": high})
+        read.append(f"the ratio of a filter as {key} (level {level}, {low} to {high})")
+    by_difference = [item for item in enabled if item.get("diff_enabled")]
+    for item in by_difference[:1]:
+        level, low, high = _filter_level(recipe, item), item.get("diff_low"), item.get("diff_high")
+        recipe.put("correction.difference", {"level": level, "lower": low, "upper": high})
+        read.append(f"its difference as correction.difference (level {level}, {low} to {high})")
+    if read:
+        rest = "; not available: further differences" if len(by_difference) > 1 else ""
+        recipe.note(path, f"is read: {', '.join(read)}{rest}")
+
+
+def _filter_level(recipe: Recipe, item: Mapping[str, Any]) -> str:
+    path = "train_infer_correction.filters.agg_type"
+    return _level(recipe, path, item.get("agg_type", "token"), REJECTION_LEVELS)
 
 
 def _level(recipe: Recipe, path: str, kind: Any, levels: Mapping[str, str]) -> str:
@@ -231,7 +228,7 @@ def read_reward_normalization(recipe: Recipe) -> None:
     grouping = given.get("grouping", "batch")
     if estimator == "grpo" and grouping == "traj_group_id" and mean == "group" and std in ("group", None):
         recipe.put_new("grpo_norm_by_std", std == "group")
-        recipe.note(path, f"describes grpo, with grpo_norm_by_std: {str(std == 'group').lower()}")
+        recipe.note(path, f"describes grpo, with grpo_norm_by_std: {shown(std == 'group')}")
         return
     if grouping != "traj_group_id":
         group = "tag" if grouping == "tags" else "batch"

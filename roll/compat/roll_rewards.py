@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from roll.base.errors import Problem
-from roll.configs.compat.recipe import Recipe
+from roll.compat.recipe import Recipe
 from roll.configs.rewards import BUILT_IN
 
 WORKERS = {
@@ -56,14 +55,8 @@ def _read_worker(recipe: Recipe, path: str) -> None:
         recipe.drop(f"{path}.reward_type", "right and wrong answers have the scores correct_score and wrong_score")
 
 
-ROLE_OPTIONS = {
-    "model_args.model_name_or_path": "model_args.model_name_or_path",
-    "model_args.dtype": "model_args.dtype",
-    "device_mapping": "device_mapping",
-    "num_gpus_per_worker": "num_gpus_per_worker",
-    "system_envs": "system_envs",
-}
-"""Keys of a judge that ROLL runs as a role of workers -> keys of role judge."""
+ROLE_OPTIONS = "model_args.model_name_or_path model_args.dtype device_mapping num_gpus_per_worker system_envs".split()
+"""Keys of a judge that ROLL runs as a role of workers, which are those of role judge."""
 
 SAMPLING_OPTIONS = {
     "generating_args.max_new_tokens": "judge_max_tokens",
@@ -80,31 +73,24 @@ def _read_judge_model(recipe: Recipe, path: str) -> None:
         if isinstance(model, str) and recipe.put_new(f"{path}.model", model):
             recipe.note(f"{path}.model_args.model_name_or_path", f"is read as model: {model}")
         return
-    moved = {key: f"judge.{ours}" for key, ours in ROLE_OPTIONS.items()}
+    moved = {key: f"judge.{key}" for key in ROLE_OPTIONS}
     moved |= {key: f"{path}.{ours}" for key, ours in SAMPLING_OPTIONS.items()}
     for key, ours in moved.items():
         value = recipe.get(f"{path}.{key}")
         if value is not None and recipe.put_new(ours, value):
             recipe.take(f"{path}.{key}")
             if key == "device_mapping":
-                recipe.note(
-                    f"{path}.{key}", "is read as judge.device_mapping, the devices of SGLang engines that grade"
-                )
+                what = "is read as judge.device_mapping, the devices of SGLang engines that grade"
+                recipe.note(f"{path}.{key}", what)
 
 
 def _read_judge(recipe: Recipe, path: str) -> None:
     """Renames the options of a judge; the model that it runs itself becomes that of role judge, with its devices."""
     for other, ours in TEXT_OPTIONS.items():
-        value = recipe.take(f"{path}.{other}")
-        if value is not None and recipe.put_new(f"{path}.{ours}", value):
-            recipe.note(f"{path}.{other}", f"is read as {ours}")
+        recipe.move(f"{path}.{other}", f"{path}.{ours}", ours)
     if recipe.get(f"{path}.judge_model_type") == "inference":
         _read_judge_model(recipe, path)
     recipe.drop(f"{path}.judge_prompt", "it names a prompt of ROLL; prompt_template is the text of the question")
     if recipe.take(f"{path}.judge_api_key") is not None:
-        recipe.problems.append(
-            Problem(
-                f"{path}.judge_api_key",
-                "keys are not read from files; export it, and write api_key_env: the name of the variable",
-            )
-        )
+        message = "keys are not read from files; export it, and write api_key_env: the name of the variable"
+        recipe.error(f"{path}.judge_api_key", message)

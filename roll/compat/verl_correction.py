@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.base.errors import Problem
-from roll.configs.compat import Tree, two_spellings
-from roll.configs.compat.recipe import Recipe
-from roll.configs.compat.verl import CORRECTION
+from roll.base.schema import Tree
+from roll.compat.recipe import Recipe, shown
+from roll.compat.verl import CORRECTION
 
-NAMES = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "rollout_rs_threshold_lower",
-)
+KEYS = """rollout_is rollout_is_threshold rollout_is_batch_normalize
+    rollout_rs rollout_rs_threshold rollout_rs_threshold_lower""".split()
 
 REJECTION_LEVELS = {"token": "token", "seq_mean": "sequence-mean", "seq_sum": "sequence-sum", "seq_max": "sequence-max"}
 """First part of an option of `rollout_rs` -> `correction.rejection.level`; the last part is the statistic."""
@@ -32,11 +25,11 @@ def read_rollout_correction(recipe: Recipe) -> None:
     are 1 / b and 1 / a. A single bound u of k1 means 1 / u to u in verl.
     """
     sections = (f"{CORRECTION}.", "rollout_correction.", "")
-    paths = {name: section + name for name in NAMES for section in sections if recipe.has(section + name)}
+    paths = {name: section + name for name in KEYS for section in sections if recipe.has(section + name)}
     loss = recipe.take(f"{CORRECTION}.loss_type", "ppo_clip")
     if loss != "ppo_clip":
-        message = f"{loss} is not available: for reinforce write actor_train.pg_variant: tis"
-        recipe.problems.append(Problem(f"{CORRECTION}.loss_type", message))
+        advice = "for reinforce write actor_train.pg_variant: tis"
+        recipe.error(f"{CORRECTION}.loss_type", f"{loss} is not available: {advice}")
     given = {name: recipe.take(path) for name, path in paths.items()}
     level, option = given.get("rollout_is"), given.get("rollout_rs")
     if level is None and option is None:
@@ -45,7 +38,7 @@ def read_rollout_correction(recipe: Recipe) -> None:
         return
     where = paths["rollout_rs" if level is None else "rollout_is"]
     if any(recipe.get(f"correction.{name}") is not None for name in ("weights", "rejection", "rejections")):
-        recipe.problems.append(two_spellings(where, "correction"))
+        recipe.two_spellings(where, "correction")
         return
     try:
         if level is not None:
@@ -58,7 +51,7 @@ def read_rollout_correction(recipe: Recipe) -> None:
                 recipe.put("correction.rejections", named)
             _read_denominator(recipe, where)
     except ValueError as error:
-        recipe.problems.append(Problem(where, str(error)))
+        recipe.error(where, str(error))
         return
     recipe.note(where, f"is read as correction: {_shown(recipe.get('correction'))}")
 
@@ -129,4 +122,4 @@ def _positive(value: Any, name: str) -> float:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) + "}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else shown(value)
