@@ -134,7 +134,7 @@ def fetch(listing: Listing, paths: Sequence[str]) -> Path:
         with _hub_errors(name), ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="fetch") as pool:
             list(pool.map(download, (path for path in paths if not (listing.snapshot / path).exists())))
         if cached_folder(name) != listing.snapshot:  # a branch is found without a network from now on
-            write_whole(name.storage / "refs" / (name.revision or "main"), listing.commit)
+            add_to_cache(name.storage / "refs" / (name.revision or "main"), listing.commit)
     except OSError as error:
         if isinstance(error, RunError) or error.errno is None:
             raise
@@ -169,7 +169,7 @@ def _check_space(needed: int) -> None:
         raise HubError(f"the disk of {cache} {space}; free some, or set HF_HOME to another folder")
 
 
-def write_whole(file: Path, text: str) -> None:
+def add_to_cache(file: Path, text: str) -> None:
     """Writes a file of the cache that other processes and threads see whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{uuid4().hex}")

@@ -92,9 +92,9 @@ class Finder:
             HubError: it is not here and cannot be looked up or fetched.
         """
         if name.modelscope:
-            from roll.hub.modelscope import find_model
+            from roll.hub.modelscope import find_at_modelscope
 
-            return find_model(name, self._whole)
+            return find_at_modelscope(name, self._whole)
         folder = cached_folder(name)
         lacking = missing_model_files(folder) if folder is not None else []
         cached = None

@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.hub.fetch import write_whole
+from roll.hub.fetch import add_to_cache
 from roll.hub.names import HubError, cache_folder
 
 SCHEME = "reasoning_gym:"
@@ -97,7 +97,7 @@ def generate(text: str) -> Path:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise HubError(f"{text}: needs the package reasoning-gym: pip install reasoning-gym")
     rows = list(_rows(data, text))
-    write_whole(data.file, "".join(json.dumps(row) + "\n" for row in rows))
+    add_to_cache(data.file, "".join(json.dumps(row) + "\n" for row in rows))
     return data.file
 
 
@@ -125,7 +125,7 @@ def _rows(data: Generated, text: str) -> Iterator[dict[str, Any]]:
             return
         item = dataset[index]
         question = item["question"]
-        if question not in seen and split_of(question) == data.split:
+        if question not in seen and split_by_hash(question) == data.split:
             seen.add(question)
             yield {
                 "id": f"{data.file.stem}-{index}",
@@ -148,7 +148,7 @@ def _can_score(dataset: Any) -> bool:
         return False
 
 
-def split_of(question: str) -> str:
+def split_by_hash(question: str) -> str:
     """The split that a question belongs to, by its hash."""
     digest = int.from_bytes(hashlib.sha256(question.encode()).digest()[:8])
     return "train" if digest % HELD_OUT_ONE_IN else "validation"

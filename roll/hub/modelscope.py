@@ -38,7 +38,7 @@ def cached_model(name: HubName) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def find_model(name: HubName, whole: bool) -> Found:
+def find_at_modelscope(name: HubName, whole: bool) -> Found:
     """The files of a model that a run needs; fetches config.json, and with `whole` all that the cache lacks.
 
     The library shows its progress and continues partial files.

@@ -109,7 +109,7 @@ def hub_name(text: str, kind: Kind) -> HubName | None:
     parent = text.partition("/")[0]
     if parent in FOLDER_WORDS or os.path.exists(text) or os.path.exists(parent):
         return None
-    name = _parse(text, kind, kind == "model" and modelscope_chosen())
+    name = _parse(text, kind, kind == "model" and _is_on("USE_MODELSCOPE"))
     return None if name is None or name.path or Path(text).suffix.lower() in FILE_ENDINGS else name
 
 
@@ -138,17 +138,13 @@ def other_reading(text: str, kind: Kind) -> str:
     return f"{holds}; for the name on the hub write {scheme}{text}"
 
 
-def is_on(variable: str) -> bool:
+def _is_on(variable: str) -> bool:
     """Whether an environment variable says yes, in the spellings of huggingface_hub."""
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def modelscope_chosen() -> bool:
-    return is_on("USE_MODELSCOPE")
-
-
 def offline() -> bool:
-    return is_on("HF_HUB_OFFLINE") or is_on("TRANSFORMERS_OFFLINE")
+    return _is_on("HF_HUB_OFFLINE") or _is_on("TRANSFORMERS_OFFLINE")
 
 
 def endpoint() -> str:
