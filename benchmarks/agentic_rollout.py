@@ -215,7 +215,7 @@ async def compare_modes(config: AgenticConfig, engine: InferWorker) -> dict[str,
 def busy_fraction(file: Path) -> float:
     """Fraction of time in which the engine of a training run has requests."""
     from roll.configs.load import load_config
-    from roll.pipeline.run import run
+    from roll.pipeline.launch import run
     from roll.trackers.files import read_metrics
 
     asyncio.run(run(load_config(file, [])))

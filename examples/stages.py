@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from roll.base.terminal import EXIT_INTERRUPTED, make_console
 
 if TYPE_CHECKING:
-    from roll.pipeline.run import RunSummary
+    from roll.pipeline.summary import RunSummary
 
 console = make_console()
 
@@ -30,7 +30,7 @@ def train(file: Path, overrides: list[str]) -> RunSummary:
     """Runs the training of one YAML file; ends the recipe with its exit code where it does not finish."""
     from roll.cli import run
     from roll.configs.load import load_config
-    from roll.pipeline.run import RunSummary
+    from roll.pipeline.summary import RunSummary
     from roll.trackers.files import RUN_FILE
 
     code = run(file, overrides)

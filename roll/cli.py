@@ -192,7 +192,7 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
             raise
         logger.info("importing torch, transformers and Ray")
         with gc_paused():
-            from roll.pipeline.run import run_pipeline
+            from roll.pipeline.launch import run_pipeline
 
         given = [text for text in overrides if not text.startswith("resume_from_checkpoint=")]
         return run_pipeline(loaded, shlex.join(["roll", "run", str(config), *given]))

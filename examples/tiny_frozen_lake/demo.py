@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from examples import stages
 
 if TYPE_CHECKING:
-    from roll.pipeline.run import RunSummary
+    from roll.pipeline.summary import RunSummary
 
 HERE = Path(__file__).parent
 

@@ -134,7 +134,7 @@ class AsyncTrainingConfig:
         None, "`module:Class`, a roll.pipeline.health.Monitor; default: one that writes output_dir/health.json."
     )
     batch_hook_class: str | None = option(
-        None, "`module:Class`, a roll.pipeline.training_loop.BatchHook: sees every batch before it is learned from."
+        None, "`module:Class`, a roll.pipeline.parts.BatchHook: sees every batch before it is learned from."
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from roll.base.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.user_code import UserCodeError, import_named
 
 if TYPE_CHECKING:
     from roll.pipeline.health import Monitor
     from roll.pipeline.learning.learner import RLLearner
-    from roll.pipeline.training_loop import BatchHook
+    from roll.pipeline.parts import BatchHook
     from roll.rollout.rollouter import Rollouter
+    from roll.rollout.source import SampleBatch
+    from roll.rollout.timers import StepClock
     from roll.trackers.base import Metrics
 
 
@@ -23,7 +26,7 @@ BASES = {
     "trainer_class": "roll.pipeline.learning.learner:RLLearner",
     "metrics_class": "roll.trackers.base:Metrics",
     "monitor_class": "roll.pipeline.health:Monitor",
-    "batch_hook_class": "roll.pipeline.training_loop:BatchHook",
+    "batch_hook_class": "roll.pipeline.parts:BatchHook",
 }
 """Key of `async_training` -> base class or protocol; imported only where the key is given, since it imports torch."""
 
@@ -85,3 +88,35 @@ def load_class(name: str, base: str) -> type:
 
 def _fits(found: type, base: type) -> bool:
     return issubclass(found, base) and not getattr(found, "_is_protocol", False)
+
+
+def call_hook(hook: BatchHook | None, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+    """`batch_hook/...` of the user's hook, if there is one.
+
+    Raises:
+        RunError: it failed, or it added or removed samples.
+    """
+    if hook is None:
+        return {}
+    name, samples = type(hook).__name__, len(batch.data)
+    with clock.measure("batch_hook"):
+        try:
+            metrics = dict(hook.before_learning(batch, step) or {})
+            metrics = {f"batch_hook/{key}": float(value) for key, value in metrics.items()}
+        except Exception as error:
+            cause = f"{_line_of_hook(error)}{error!r}"
+            raise RunError(f"async_training.batch_hook_class: {name} failed in step {step}: {cause}") from error
+    if len(batch.data) != samples:
+        raise RunError(
+            f"async_training.batch_hook_class: {name} changed the batch of step {step} from {samples} to "
+            f"{len(batch.data)} samples, which do not fill its optimizer steps; to leave a sample out of the loss, "
+            "set its response_mask to false"
+        )
+    return metrics
+
+
+def _line_of_hook(error: Exception) -> str:
+    """File and line of the hook's own code where an error came from; empty if the hook could not be called."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import RunError
 from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
-from roll.distributed.processes import log_file
+from roll.distributed.processes import gc_freeze, gc_unfreeze, log_file
 from roll.distributed.ray_session import RAY_PROCESSES
 from roll.distributed.remote_errors import WATCH, ClusterError, one_line
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
 from roll.pipeline.session import Session
-from roll.pipeline.training_loop import TrainingLoop
 from roll.trackers.files import RUN_FILE, read_metrics, without_secrets
+
+if TYPE_CHECKING:
+    from roll.pipeline.run import TrainingLoop
+    from roll.pipeline.summary import RunSummary
+    from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,30 @@ class RunningLoop:
         """Records that `loop` begins to train."""
         self._loop = loop
         self.first_step = self.last_step = loop.state.step
+
+    @contextlib.asynccontextmanager
+    async def trains(
+        self, loop: TrainingLoop, config: BaseConfig, session: Session, trackers: TrackerGroup, summary: RunSummary
+    ) -> AsyncIterator[None]:
+        """The block in which `loop` trains; afterwards `summary` has its steps."""
+        if not session.resumed:
+            summary.resumed_at_step = loop.state.step
+        session.resumed = True
+        if loop.state.step:
+            trackers.resume(loop.state.step)
+        try:
+            gc_freeze()
+            loop.restarts = self.restarts
+            self.begin(loop)
+            record_training_again(self, EventLog(config.output_dir))
+            if "stdout" not in config.track_with:
+                file = Path(config.output_dir, METRICS_FILE)
+                logger.info("progress is in %s; track_with: [stdout] prints it here", file)
+            yield
+        finally:
+            await self.end()
+            gc_unfreeze()
+            summary.steps, summary.validation = loop.state.step, loop.validation
 
     async def end(self) -> None:
         """Keeps the last health, since Ray would start again for a call after the run has ended it."""
@@ -158,6 +187,19 @@ async def start_again(
         steps_lost=repeated,
     )
     return config if saved is None else replace(config, resume_from_checkpoint=str(saved))
+
+
+async def continued(config: BaseConfig, running: RunningLoop) -> BaseConfig:
+    """The configuration of a start, with the path of the checkpoint from which all parts of the run continue."""
+    checkpoint = await asyncio.to_thread(checkpoints_of(config).resume_path, config.resume_from_checkpoint)
+    keep_template_time(config, checkpoint)
+    if checkpoint is None:
+        return config
+    config = replace(config, resume_from_checkpoint=str(checkpoint))
+    if not running.restarts:
+        record_killed_driver(config, checkpoint, EventLog(config.output_dir))
+        warn_of_changes(config, checkpoint)
+    return config
 
 
 def record_training_again(running: RunningLoop, events: EventLog) -> None:

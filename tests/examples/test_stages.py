@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.stages import main, summarise
-from roll.pipeline.run import RunSummary
+from roll.pipeline.summary import RunSummary
 
 
 def run_summary(**validation: dict[str, float]) -> RunSummary:

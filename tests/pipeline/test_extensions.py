@@ -15,7 +15,8 @@ from roll.base.errors import ConfigError, RunError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.datasets.batch import DataProto
 from roll.pipeline.extensions import BASES, Extensions, load_extensions
-from roll.pipeline.training_loop import BatchHook, TrainingLoop
+from roll.pipeline.parts import BatchHook
+from roll.pipeline.run import TrainingLoop
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import make_trackers
@@ -23,7 +24,7 @@ from roll.trackers.files import read_metrics
 from roll.trackers.metrics import undocumented
 from tests.configs.samples import RLVR, rlvr
 from tests.pipeline.my_parts import Doubling, Failing, Halving, Listening, Masking, MyRollouter
-from tests.pipeline.test_training_loop import Counting, Lines
+from tests.pipeline.test_run import Counting, Lines
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")
 

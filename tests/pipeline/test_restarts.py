@@ -31,8 +31,8 @@ from roll.pipeline.restarts import (
     record_training_again,
     warn_of_changes,
 )
-from roll.pipeline.run import RunSummary
 from roll.pipeline.session import Session
+from roll.pipeline.summary import RunSummary
 from roll.trackers import make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, replace_summary
 

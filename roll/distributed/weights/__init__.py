@@ -2,7 +2,7 @@
 
 One weight update, in order:
 
-1. `roll/pipeline/training_loop.py`: `TrainingLoop._update_weights` calls the synchronizer before the first step and
+1. `roll/pipeline/run.py`: `TrainingLoop._update_weights` calls the synchronizer before the first step and
    after each.
 2. `synchronizer.py`: `WeightSynchronizer.update_weights` runs the update from the driver. `_attempt` has its steps:
    connect, pause, begin, transfer, end, flush, verify, commit, resume. A `Transport` sends the weights:

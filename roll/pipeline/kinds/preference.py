@@ -27,8 +27,8 @@ from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.sft import StoredSamples, warn_of_dropped
 from roll.pipeline.learning.actor_learner import ActorLearner
 from roll.pipeline.learning.shards import sample_costs, sample_lengths, training_shards
+from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
-from roll.pipeline.training_loop import TrainingLoop
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup

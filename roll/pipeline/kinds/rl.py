@@ -21,8 +21,8 @@ from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learning.engine_probe import EngineProbe
 from roll.pipeline.learning.learner import RLLearner
 from roll.pipeline.rollout_client import NAME, RolloutClient
+from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
-from roll.pipeline.training_loop import TrainingLoop
 from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.rollout_worker import Purpose, RolloutWorker

@@ -20,8 +20,8 @@ from roll.datasets.tokenizer import encode_data, load_tokenizer
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.actor_learner import ActorLearner
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
+from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
-from roll.pipeline.training_loop import TrainingLoop
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup

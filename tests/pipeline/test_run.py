@@ -20,8 +20,8 @@ from roll.datasets.batch import DataProto
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weights.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
-from roll.pipeline.run import run as run_whole
-from roll.pipeline.training_loop import TrainingLoop
+from roll.pipeline.launch import run as run_whole
+from roll.pipeline.run import TrainingLoop
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers.files import DiskFullError, JsonlTracker, read_metrics
