@@ -61,7 +61,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll.platforms": ["cpp/*"]},
+    package_data={"roll.platforms.cpu": ["cpp/*"]},
     data_files=[(SITE_PACKAGES, SITE_FILES)],
     distclass=WithDataFiles,
     python_requires=">=3.11",

@@ -50,7 +50,8 @@ from roll.distributed.worker import WorkerRank
 from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.pipeline.learning.shards import LOG_PROB_KEYS, sample_lengths, training_shards
-from roll.platforms import get_platform, shared_memory
+from roll.platforms import get_platform
+from roll.platforms.cpu import shared_memory
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser
 from scripts.reference_model import LEARNING_RATE, Reference, largest_relative_difference, write_random_model
 

@@ -1,9 +1,8 @@
 """What differs between a machine with GPUs and one without.
 
-`platform` defines the interface and its CPU and CUDA implementations. `megatron_cpu` patches torch so that
-Megatron-Core runs without CUDA; the `sglang_cpu_*` modules are SGLang's plug-in for CPU; `shared_memory` passes tensors
-between processes of a node. Nothing imported here may import torch at import time, because SGLang loads
-`sglang_cpu_plugin` while it is itself being imported.
+`platform` defines the interface and its CPU and CUDA implementations; `cpu/` runs the engines on a CPU, and
+`sglang_cpu_plugin` is what SGLang loads of it while SGLang is being imported: so nothing imported here may import torch
+at import time.
 """
 
 from roll.platforms.platform import CpuPlatform, CudaPlatform, Platform, detect, get_platform

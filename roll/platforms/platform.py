@@ -217,12 +217,12 @@ class CpuPlatform(Platform):
     def prepare_megatron(self) -> None:
         """Patches torch, so that Megatron-Core runs without CUDA, with the faster of two matrix products."""
         super().prepare_megatron()
-        from roll.platforms import cpu_matmul
-        from roll.platforms.megatron_cpu import patch_megatron_for_cpu
+        from roll.platforms.cpu import matmul
+        from roll.platforms.cpu.megatron_cpu import patch_megatron_for_cpu
 
         never_compile()
         patch_megatron_for_cpu()
-        cpu_matmul.install()
+        matmul.install()
 
 
 class CudaPlatform(Platform):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from roll.platforms.gloo_device import share_gloo_device
+from roll.platforms.cpu.gloo_device import share_gloo_device
 from roll.platforms.platform import LOOPBACK, never_compile
 
-PLATFORM_CLASS = "roll.platforms.sglang_cpu_platform:SglangCpuPlatform"
+PLATFORM_CLASS = "roll.platforms.cpu.sglang_platform:SglangCpuPlatform"
 
 
 def activate() -> str | None:

@@ -23,7 +23,7 @@ from roll.distributed.processes import log_file, print_to
 from roll.distributed.weights.plan import WeightSpec
 from roll.distributed.weights.shm_buckets import tensor_locations, views_of
 from roll.distributed.worker import WorkerRank
-from roll.platforms.shared_memory import SharedMemory, make_handle
+from roll.platforms.cpu.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 CALL_TIMEOUT_S = 400.0

@@ -50,13 +50,13 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def which_models_are_taken(folder: str) -> dict[str, bool]:
     """By what is changed about a model that is taken, whether it is still taken; and which `forward` was installed."""
-    from roll.platforms import sglang_cpu_model
-    from roll.platforms.cpu_kernels import CpuKernels
+    from roll.platforms.cpu import sglang_model
+    from roll.platforms.cpu.kernels import CpuKernels
 
     runner = load_runner(folder)
     model, kernels = runner.model.model, CpuKernels(runner.model_config.head_dim)
     installed = vars(model).pop("forward", None)
-    taken = {"installed": isinstance(installed, sglang_cpu_model.FusedForward)}
+    taken = {"installed": isinstance(installed, sglang_model.FusedForward)}
     layer, pool = model.layers[1], runner.token_to_kv_pool
     names = ("tp_size", "pp_size", "enable_lora", "forward_hooks", "debug_tensor_dump_output_folder")
     options = {name: getattr(runner.server_args, name) for name in names}
@@ -87,6 +87,6 @@ def which_models_are_taken(folder: str) -> dict[str, bool]:
     }
     for name, change in changes.items():
         with changed(*change):
-            taken[name] = sglang_cpu_model.install(runner, kernels)
+            taken[name] = sglang_model.install(runner, kernels)
         vars(model).pop("forward", None)
     return taken

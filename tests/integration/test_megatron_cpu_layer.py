@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from roll.platforms.megatron_cpu import REPLACED
+from roll.platforms.cpu.megatron_cpu import REPLACED
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import torch, warnings
 warnings.filterwarnings("ignore")
 import megatron.core.tensor_parallel.random
-from roll.platforms.megatron_cpu import REPLACED, patch_megatron_for_cpu
+from roll.platforms.cpu.megatron_cpu import REPLACED, patch_megatron_for_cpu
 from tests.integration.test_megatron_cpu_layer import resolve
 before = {name: resolve(name) for name in REPLACED}
 untouched = {name: getattr(torch, name) for name in ("full", "arange", "matmul")}
@@ -74,4 +74,4 @@ def test_every_listed_name_is_replaced_by_its_own_object():
 
 def test_other_processes_are_unchanged():
     names = [name for name in REPLACED if name.startswith("torch.")]
-    assert all(getattr(resolve(name), "__module__", None) != "roll.platforms.megatron_cpu" for name in names)
+    assert all(getattr(resolve(name), "__module__", None) != "roll.platforms.cpu.megatron_cpu" for name in names)

@@ -15,7 +15,7 @@ from roll.configs.pipeline import BaseConfig
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.hub.names import HubError, converted_folder
 from roll.models.gguf_files import convert
-from roll.platforms.cpu_decoder import DecoderSizes, DecoderTensors
+from roll.platforms.cpu.decoder import DecoderSizes, DecoderTensors
 from roll.rollout.types import GenerateRequest, SamplingParams
 from tests.integration.real_weights_scenario import sequences, token_batch
 from tests.integration.test_megatron_strategy import tensors_of

@@ -14,8 +14,8 @@ CONTEXT = 700
 def backends(request):
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from roll.platforms.cpu_kernels import CpuKernels
-    from roll.platforms.sglang_cpu_attention import BatchedTorchAttention
+    from roll.platforms.cpu.kernels import CpuKernels
+    from roll.platforms.cpu.sglang_attention import BatchedTorchAttention
 
     def make(kind):
         backend = kind.__new__(kind)  # the pools that the constructor takes play no part in the attention itself
@@ -75,7 +75,8 @@ def test_extend(backends, heads, key_heads, prefixes):
 
 
 def test_a_request_with_too_large_a_mask_uses_the_stock_loop(backends, monkeypatch):
-    from roll.platforms import sglang_cpu_attention, sglang_cpu_batches
+    from roll.platforms.cpu import sglang_attention as sglang_cpu_attention
+    from roll.platforms.cpu import sglang_batches as sglang_cpu_batches
 
     monkeypatch.setattr(sglang_cpu_attention, "MASK_ELEMENTS", 1000)
     stock, batched = backends
@@ -117,8 +118,8 @@ def test_norms_of_a_layer_are_one_call_of_the_kernel(monkeypatch):
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.layernorm import RMSNorm
 
-    from roll.platforms import sglang_cpu_ops
-    from roll.platforms.cpu_kernels import CpuKernels
+    from roll.platforms.cpu import sglang_ops as sglang_cpu_ops
+    from roll.platforms.cpu.kernels import CpuKernels
 
     class Counted(CpuKernels):
         calls = 0

@@ -20,7 +20,7 @@ from roll.distributed.weights.report import UpdateReport
 from roll.distributed.weights.shm_buckets import tensor_locations, views_of
 from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
 from roll.distributed.worker import register
-from roll.platforms.shared_memory import SharedMemory, make_handle
+from roll.platforms.cpu.shared_memory import SharedMemory, make_handle
 
 T = TypeVar("T")
 HANG_S = 6.0

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from roll.platforms.cpu_decoder import LAYER_WEIGHTS, CpuDecoder, DecoderSizes, DecoderTensors
-from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu.decoder import LAYER_WEIGHTS, CpuDecoder, DecoderSizes, DecoderTensors
+from roll.platforms.cpu.kernels import CpuKernels
 
 pytestmark = pytest.mark.slow
 

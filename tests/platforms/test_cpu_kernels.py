@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.platforms import cpu_library
-from roll.platforms.cpu_kernels import CpuKernels
-from roll.platforms.cpu_library import BuildError, build
-from roll.platforms.sglang_cpu_sampling import sample_with_seeds, uniform
+from roll.platforms.cpu import library as cpu_library
+from roll.platforms.cpu.kernels import CpuKernels
+from roll.platforms.cpu.library import BuildError, build
+from roll.platforms.cpu.sglang_sampling import sample_with_seeds, uniform
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roll.platforms import cpu_matmul
-from roll.platforms.cpu_kernels import CpuKernels
-from roll.platforms.cpu_library import BuildError
+from roll.platforms.cpu import matmul as cpu_matmul
+from roll.platforms.cpu.kernels import CpuKernels
+from roll.platforms.cpu.library import BuildError
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.platforms.sglang_cpu_batches import FREE_PADDING, PADDING_FACTOR, build_batch, group_by_length
+from roll.platforms.cpu.sglang_batches import FREE_PADDING, PADDING_FACTOR, build_batch, group_by_length
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 50), st.integers(0, 3000)), min_size=1, max_size=60)
 

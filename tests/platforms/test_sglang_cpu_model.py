@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.platforms.sglang_cpu_model import first_with_same_tokens, tokens_once
+from roll.platforms.cpu.sglang_model import first_with_same_tokens, tokens_once
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from roll.platforms.sglang_cpu_sampling import ALL_TOKENS, plain_rows, sample_with_seeds, uniform
+from roll.platforms.cpu.sglang_sampling import ALL_TOKENS, plain_rows, sample_with_seeds, uniform
 
 DRAWS = 200_000
 

@@ -192,7 +192,7 @@ class WeightReceiver(Worker):
         """Loads one bucket from shared memory of this node; `handles` has one for each rank of each engine.
 
         SGLang exits on a tensor of the wrong shape and drops one of an unknown name; `checksums` reveals the second.
-        On a CPU it reads handles by a patch: `roll.platforms.sglang_cpu_platform._accept_shared_memory_handles`.
+        On a CPU it reads handles by a patch: `roll.platforms.cpu.sglang_platform._accept_shared_memory_handles`.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 

@@ -14,7 +14,7 @@ One weight update, in order:
    `roll/distributed/train/megatron_weights.py`, which renames and merges Megatron's parameters by the rules of
    `roll/models/families/weights.py`, and broadcasts them or writes them to shared memory.
 6. `infer/weight_receiver.py`: the remote methods of an engine. It passes each bucket to SGLang, whose `load_weights` of
-   the model copies the tensors into the engine's parameters. A patch in `roll/platforms/sglang_cpu_platform.py` makes
+   the model copies the tensors into the engine's parameters. A patch in `roll/platforms/cpu/sglang_platform.py` makes
    SGLang read the CPU memory of `shm_buckets.py`.
 7. `roll/distributed/infer/sglang_checksums.py`: the checksums that the sender expects an engine to report; the
    synchronizer compares both before it commits.

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing import reductions  # its import teaches ForkingPickler about tensors
 
 from roll.distributed.weights.plan import Bucket, WeightSpec, spec_bytes
-from roll.platforms.shared_memory import SharedMemory, TensorLocation, make_handle
+from roll.platforms.cpu.shared_memory import SharedMemory, TensorLocation, make_handle
 
 DEVICE_ARGUMENT = 6
 """Position of the GPU's number among the arguments from which torch rebuilds a CUDA tensor in another process."""

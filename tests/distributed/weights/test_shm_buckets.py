@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 from roll.distributed.weights import shm_buckets
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.weights.shm_buckets import BUFFERS, SharedMemoryError, ShmBuckets, views_of
-from roll.platforms.shared_memory import SharedMemory, open_handle
+from roll.platforms.cpu.shared_memory import SharedMemory, open_handle
 
 BUCKET = Bucket((WeightSpec("a", (2, 3), "float32"), WeightSpec("b", (4,), "float32")))
 

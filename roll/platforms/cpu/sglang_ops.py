@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu.kernels import CpuKernels
 
 PLATFORM_KEY = "native"
 """SGLang's name of operators of our platform; see `SglangCpuPlatform`, which inherits it."""

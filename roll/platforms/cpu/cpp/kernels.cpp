@@ -1,4 +1,4 @@
-// Functions of a CPU engine, which cpu_kernels.py builds and calls.
+// Functions of a CPU engine, which library.py builds and calls.
 
 #include "attention.h"
 #include "decoder.h"

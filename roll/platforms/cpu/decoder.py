@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.platforms.cpu_kernels import CpuKernels, Requests, is_plain
+from roll.platforms.cpu.kernels import CpuKernels, Requests, is_plain
 
 LAYER_WEIGHTS = (
     "input_norm",

@@ -5,7 +5,7 @@ reads the keys of each request where they are in the cache, in decode and in ext
 a C++ compiler: requests of similar length share one masked `scaled_dot_product_attention`. Query heads that share a key
 head become additional queries, so keys and values are gathered once and not repeated per head.
 
-For most models `sglang_cpu_model` runs all layers in one call, and this backend is not asked.
+For most models `sglang_model` runs all layers in one call, and this backend is not asked.
 
 Sliding windows, cross attention, encoders and non-causal layers use SGLang's loop.
 """
@@ -19,10 +19,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from roll.platforms import cpu_matmul, sglang_cpu_model, sglang_cpu_ops, sglang_cpu_sampling
-from roll.platforms.cpu_kernels import CpuKernels, Requests
-from roll.platforms.cpu_library import BuildError
-from roll.platforms.sglang_cpu_batches import MASK_ELEMENTS, AttentionBatch, build_batch, group_by_length
+from roll.platforms.cpu import matmul, sglang_model, sglang_ops, sglang_sampling
+from roll.platforms.cpu.kernels import CpuKernels, Requests
+from roll.platforms.cpu.library import BuildError
+from roll.platforms.cpu.sglang_batches import MASK_ELEMENTS, AttentionBatch, build_batch, group_by_length
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +151,10 @@ def attention_backend(model_runner: Any) -> BatchedTorchAttention:
     except BuildError as error:
         logger.warning("decoding runs on plain torch operators, at half the speed or less: %s", error)
         return BatchedTorchAttention(model_runner)
-    cpu_matmul.install(kernels.linear)
-    sglang_cpu_ops.install(kernels)
-    sglang_cpu_model.install(model_runner, kernels)
-    sglang_cpu_sampling.use_kernel(kernels)
+    matmul.install(kernels.linear)
+    sglang_ops.install(kernels)
+    sglang_model.install(model_runner, kernels)
+    sglang_sampling.use_kernel(kernels)
     return BatchedTorchAttention(model_runner, kernels)
 
 

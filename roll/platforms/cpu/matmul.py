@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from roll.platforms.cpu_kernels import CpuKernels, is_plain
-from roll.platforms.cpu_library import BuildError
+from roll.platforms.cpu.kernels import CpuKernels, is_plain
+from roll.platforms.cpu.library import BuildError
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.platforms.cpu_library import load_library
+from roll.platforms.cpu.library import load_library
 
 CACHE_DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of the key-value cache; queries of another dtype are converted to float32 and back."""
@@ -158,7 +158,7 @@ class CpuKernels:
         """One token of softmax(logits / temperature) for each row, and its log-prob.
 
         Both depend on the row, its seed and its position alone. The distribution and the uniform number are those of
-        `sglang_cpu_sampling`. A logit of -inf is not sampled.
+        `sglang_sampling`. A logit of -inf is not sampled.
 
         Args:
             logits: [B, V] float32.

@@ -2,7 +2,7 @@
 
 In decode, and in extend, where requests with the same tokens, such as the samples of one prompt, are computed once:
 their keys and values are copied. What the call does not take (half precision, tensor parallelism, LoRA, quantised
-weights, sliding windows, other classes) runs in SGLang's form, with the kernels of `sglang_cpu_ops`.
+weights, sliding windows, other classes) runs in SGLang's form, with the kernels of `sglang_ops`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from roll.base.custom_modules import named_object
 from roll.models.families.registry import families
 from roll.platforms.cpu_decoder import CpuDecoder, DecoderSizes, DecoderTensors
 from roll.platforms.cpu_kernels import CpuKernels
+from roll.platforms.cpu.decoder import CpuDecoder, DecoderSizes, DecoderTensors
+from roll.platforms.cpu.kernels import CpuKernels
 
 logger = logging.getLogger(__name__)
 

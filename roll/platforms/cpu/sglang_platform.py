@@ -15,7 +15,7 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from roll.platforms import shared_memory
+from roll.platforms.cpu import shared_memory
 
 ATTENTION_VARIABLE = "ROLL_CPU_ATTENTION"
 ATTENTION_CHOICES = ("kernel", "batched", "stock")
@@ -62,11 +62,11 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         """
         from sglang.srt.configs import update_config
 
-        from roll.platforms import sglang_cpu_sampling
+        from roll.platforms.cpu import sglang_sampling
 
         torch.cuda.synchronize = _synchronize
         update_config.update_intermediate_size = _keep_intermediate_size
-        sglang_cpu_sampling.install()
+        sglang_sampling.install()
         _accept_shared_memory_handles()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
@@ -75,7 +75,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
             os.environ.setdefault("SGLANG_EAGER_INPUT_NO_COPY", "1")  # a copy of each batch is for CUDA graphs
             from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-            from roll.platforms.sglang_cpu_attention import BatchedTorchAttention, attention_backend
+            from roll.platforms.cpu.sglang_attention import BatchedTorchAttention, attention_backend
 
             register_attention_backend("torch_native")(
                 attention_backend if choice == "kernel" else BatchedTorchAttention

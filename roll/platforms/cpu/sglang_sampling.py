@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    from roll.platforms.cpu_kernels import CpuKernels
+    from roll.platforms.cpu.kernels import CpuKernels
 
 ALL_TOKENS = 1 << 30
 """SGLang's `top_k` of a request that samples from all tokens."""
