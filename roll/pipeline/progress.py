@@ -32,7 +32,7 @@ MOSTLY_CUT_OFF = 0.5
 """Share of a step's trajectories that end at the length limit above which the run warns, once."""
 
 
-class Progress:
+class RunProgress:
     """How far a run is, and how that is saved, stopped and logged.
 
     Attributes:

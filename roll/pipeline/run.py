@@ -14,7 +14,7 @@ from roll.base.errors import RunInterrupted
 from roll.configs.pipeline import BaseConfig
 from roll.pipeline.extensions import call_hook, load_extensions
 from roll.pipeline.kinds import pipeline_of
-from roll.pipeline.progress import Progress
+from roll.pipeline.progress import RunProgress
 from roll.pipeline.restarts import RunningLoop, continued
 from roll.pipeline.session import Session
 from roll.pipeline.summary import RunSummary, recorded, report_bottleneck
@@ -55,7 +55,7 @@ async def run_once(
         await pipeline.close()
 
 
-class TrainingLoop(Progress):
+class TrainingLoop(RunProgress):
     """Runs `max_steps` steps.
 
     The line of step k in metrics.jsonl describes the batch that step k learned from and, where a validation was due,

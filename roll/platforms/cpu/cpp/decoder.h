@@ -14,7 +14,7 @@ struct Model {
   const float *embedding, *angles, *norm;
 };
 
-// Pointers of one layer, in the order of cpu_decoder.py; those that a model lacks are null.
+// Pointers of one layer, in the order of decoder.py; those that a model lacks are null.
 struct Layer {
   const float *norm, *qkv, *qkv_bias, *query_norm, *key_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
   float *keys, *values;
