@@ -92,7 +92,9 @@ def _measure_model(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer: Any) -> dict[str, Any]:
-    from roll.distributed.weights.synchronizer import BroadcastTransport, SharedMemoryTransport, WeightSynchronizer
+    from roll.distributed.weights.broadcast import BroadcastTransport
+    from roll.distributed.weights.shared_memory import SharedMemoryTransport
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
 
     reports = {}
     for name, transport in (("broadcast", BroadcastTransport), ("shared", SharedMemoryTransport)):
@@ -109,6 +111,8 @@ async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dic
     from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.remote_call import ALL
     from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
+    from roll.distributed.weights.shared_memory import SharedMemoryTransport
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
 
     config.in_flight_policy = "in_place"

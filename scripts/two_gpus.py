@@ -22,12 +22,9 @@ from roll.datasets.batch import DataProto
 from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
+from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.report import Transfer
-from roll.distributed.weights.synchronizer import (
-    STEP_GRACE_S,
-    BroadcastTransport,
-    WeightSynchronizer,
-)
+from roll.distributed.weights.synchronizer import STEP_GRACE_S, WeightSynchronizer
 from roll.pipeline.learning.shards import cluster_log_probs
 from roll.pipeline.session import Session
 from scripts.gpu_smoke import SHAPE, compare, configuration, generate, train, train_step

@@ -165,6 +165,12 @@ class BaseConfig:
     )
     start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)
     model_update_buffer_size_mb: int = option(512, "Size of one bucket of a weight update.", ge=1, only_for=ENGINE_RUNS)
+    weight_transport: str = option(
+        "auto",
+        "How weights reach the engines: `shared_memory` (one node), `broadcast`, or a name of `register_transport`; "
+        "`auto` chooses by the devices.",
+        only_for=ENGINE_RUNS,
+    )
     sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", gt=0, only_for=ENGINE_RUNS)
     max_sync_retries: int = option(
         3, "Retries of a failed weight update before the run ends.", ge=0, only_for=ENGINE_RUNS

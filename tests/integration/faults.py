@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from roll.distributed.weights.synchronizer import Transport
+from roll.distributed.weights.transport import Transport
 from roll.pipeline.checkpoint import MARKER
 from roll.rollout.source import SampleBatch
 from tests.processes import command_of

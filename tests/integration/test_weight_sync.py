@@ -33,13 +33,9 @@ from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager
+from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.report import Transfer, UpdateReport
-from roll.distributed.weights.synchronizer import (
-    STEP_GRACE_S,
-    BroadcastTransport,
-    WeightSynchronizer,
-    WeightUpdateError,
-)
+from roll.distributed.weights.synchronizer import STEP_GRACE_S, WeightSynchronizer, WeightUpdateError
 from roll.distributed.worker import Worker
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams

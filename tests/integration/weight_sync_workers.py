@@ -17,8 +17,9 @@ from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendError
 from roll.distributed.weights.plan import Bucket, WeightSpec, spec_bytes
 from roll.distributed.weights.report import UpdateReport
+from roll.distributed.weights.shared_memory import SharedMemoryTransport
 from roll.distributed.weights.shm_buckets import tensor_locations, views_of
-from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
+from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.distributed.worker import register
 from roll.platforms.cpu.shared_memory import SharedMemory, make_handle
 

@@ -6,7 +6,7 @@ One weight update, in order:
    after each.
 2. `synchronizer.py`: `WeightSynchronizer.update_weights` runs the update from the driver. `_attempt` has its steps:
    connect, pause, begin, transfer, end, flush, verify, commit, resume. A `Transport` sends the weights:
-   `BroadcastTransport` or `SharedMemoryTransport`.
+   one of the files `broadcast.py` and `shared_memory.py`.
 3. `plan.py`: which tensors a stage sends (`WeightSpec`), the buckets they are sent in, and the checks of both.
 4. `roll/distributed/process_groups.py`: the broadcast groups, joined by `WeightSender.join_broadcast_group` and
    `WeightReceiver.join_broadcast_groups`. On a CPU training ranks open the memory of `shm_buckets.py` instead.

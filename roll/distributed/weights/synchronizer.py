@@ -16,10 +16,7 @@ The training ranks' side of each call is in `weight_sender.py`, the engines' sid
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,18 +27,13 @@ from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_call import ALL
+from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.train.train_worker import TrainWorker
-from roll.distributed.train.weight_sender import SendResult, StageSource
-from roll.distributed.weights.plan import (
-    Bucket,
-    check_stages,
-    checksum_differences,
-    handle_sources,
-    make_buckets,
-    spec_bytes,
-)
+from roll.distributed.weights import broadcast, shared_memory  # noqa: F401  (register them)
+from roll.distributed.weights.plan import check_stages, checksum_differences
 from roll.distributed.weights.report import Transfer, UpdateReport
+from roll.distributed.weights.transport import TRANSPORTS, Transport, on_cpu, shares_devices
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
@@ -100,7 +92,9 @@ class WeightSynchronizer:
         self._monitor = monitor or EngineMonitor(infer, config, EventLog(config.output_dir))
         self._version: int | None = None
         self._train, self._infer, self._config, self._sleep = train, infer, config, sleep
-        self._transport = (transport or choose_transport(train, infer))(train, infer, config)
+        self._transport = (transport or choose_transport(train, infer, config.weight_transport))(
+            train, infer, config.sync_timeout_s, config.model_update_buffer_size_mb * MEGABYTE
+        )
         self._to_verify = 1 if devices is None else 2
         """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
         which is the first to engines that have discarded their weights."""
@@ -559,3 +553,9 @@ class SharedMemoryTransport(Transport):
 def _total(results: Sequence[SendResult]) -> Transfer:
     checksums = {name: value for result in results for name, value in result.checksums.items()}
     return Transfer(sum(result.num_bytes for result in results), checksums)
+def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker], name: str = "auto") -> type[Transport]:
+    """The transport of this name; `auto`: shared memory within one node, where both own one GPU or any CPU slots."""
+    if name == "auto":
+        one_node = len(train.nodes | infer.nodes) == 1
+        name = "shared_memory" if one_node and (shares_devices(train, infer) or on_cpu(train)) else "broadcast"
+    return TRANSPORTS[name]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.configs.defaults import fill_in_mismatch
 from roll.configs.pipeline import RLConfig
@@ -17,6 +18,7 @@ from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
 from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weights.synchronizer import WeightSynchronizer
+from roll.distributed.weights.transport import TRANSPORTS
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learning.engine_probe import EngineProbe
 from roll.pipeline.learning.learner import RLLearner
@@ -54,9 +56,12 @@ class RLPipeline(ABC, Generic[ConfigT]):
         """Reads the tokenizer and checks the sampling parameters.
 
         Raises:
-            RunError: the tokenizer cannot be read; a stop string is not one token.
+            RunError: the tokenizer cannot be read; a stop string is not one token; no such weight transport.
         """
         config = self._config
+        if config.weight_transport not in ("auto", *TRANSPORTS):
+            known = ", ".join(("auto", *TRANSPORTS))
+            raise RunError(f"weight_transport: {config.weight_transport!r} is not registered; use one of {known}")
         fill_in_mismatch(config)  # a model from the hub is on this machine now
         self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
         train, val = config.actor_infer.generating_args, config.validation.generating_args

@@ -22,17 +22,17 @@ from roll.distributed.infer.engine_monitor import EngineMonitor, EnginesLostErro
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
 from roll.distributed.train.weight_sender import StageSource
+from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.plan import WeightSpec
 from roll.distributed.weights.report import Transfer, UpdateReport
+from roll.distributed.weights.shared_memory import SharedMemoryTransport
 from roll.distributed.weights.synchronizer import (
-    BroadcastTransport,
-    SharedMemoryTransport,
-    Transport,
     VerificationError,
     WeightSynchronizer,
     WeightUpdateError,
     choose_transport,
 )
+from roll.distributed.weights.transport import Transport
 
 CALLS = {
     "pause": "pause",
@@ -132,8 +132,7 @@ def test_the_way_of_weights_follows_from_where_the_clusters_are(
     infer: Any = Devices([0, 1] if shared else [2, 3])
     assert choose_transport(train, infer) is transport
     if backend is not None:
-        config: Any = SimpleNamespace(sync_timeout_s=1, model_update_buffer_size_mb=1)
-        made = BroadcastTransport(train, infer, config)
+        made = BroadcastTransport(train, infer, 1.0, 1 << 20)
         made.sources = [StageSource(0, [], "10.0.0.1")]
         asyncio.run(made.connect())
         assert {(group.backend, group.port, group.world_size) for group in groups} == {(backend, 5555, 3)}
@@ -657,10 +656,9 @@ def test_engines_leave_a_broadcast_group_whose_trainer_does_not_and_the_next_att
             return [5555]
 
     async def scenario() -> None:
-        config: Any = SimpleNamespace(sync_timeout_s=1, model_update_buffer_size_mb=1)
         train: Any = Members(0)
         infer: Any = Members(1)
-        transport = BroadcastTransport(train, infer, config)
+        transport = BroadcastTransport(train, infer, 1.0, 1 << 20)
         transport.sources = [StageSource(0, [], "10.0.0.1")]
         await transport.connect()
         with pytest.raises(ClusterError, match="leave_broadcast_group"):
