@@ -20,7 +20,7 @@ from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.configs.pipeline import BaseConfig, SFTConfig, Source
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
-from roll.pipeline import run as module
+from roll.pipeline import launch as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
 from roll.pipeline.health import Health, watched
 from roll.pipeline.restarts import (
@@ -32,7 +32,7 @@ from roll.pipeline.restarts import (
     warn_of_changes,
 )
 from roll.pipeline.session import Session
-from roll.pipeline.summary import RunSummary
+from roll.pipeline.summary import RunSummary, next_steps, recorded
 from roll.trackers import make_trackers
 from roll.trackers.files import RUN_FILE, DiskFullError, replace_summary
 
@@ -177,7 +177,7 @@ class Recording(Runs):
             status = json.loads((folder / RUN_FILE).read_text())["summary"]["status"]
             self.between.append((status, health["status"], health["stage"]))
         again = partial(running.starts_again_after, session=session)
-        async with module.recorded(make_trackers(config), summary, start, again):
+        async with recorded(make_trackers(config), summary, start, again):
             await super().__call__(config, session, running, summary, start)
 
 
@@ -308,13 +308,18 @@ class Processes:
         """Ends nothing."""
 
 
+async def trained(running: RunningLoop, loop: Any, *rest: Any) -> None:
+    async with running.trains(loop, *rest):
+        await loop.run()
+
+
 def test_the_summary_says_at_which_step_it_was_resumed_also_when_it_starts_again(tmp_path: Path) -> None:
     config = SFTConfig(output_dir=str(tmp_path))
     session: Any = Processes()
     summary, running, trackers = RunSummary(), RunningLoop(), make_trackers(config)
     for step in (90, 85):
         loop: Any = Loop(step)
-        asyncio.run(module._train(config, session, loop, trackers, running, summary))
+        asyncio.run(trained(running, loop, config, session, trackers, summary))
     assert (summary.resumed_at_step, summary.steps) == (90, 86)
 
 
@@ -335,7 +340,7 @@ def test_the_summary_says_at_which_step_it_was_resumed_also_when_it_starts_again
 def test_the_end_of_a_run_says_how_many_steps_its_seconds_are_for(
     tmp_path: Path, summary: RunSummary, line: str
 ) -> None:
-    assert module.next_steps(SFTConfig(output_dir=str(tmp_path)), summary, "roll run CONFIG")[0] == line
+    assert next_steps(SFTConfig(output_dir=str(tmp_path)), summary, "roll run CONFIG")[0] == line
 
 
 def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(

@@ -149,6 +149,7 @@ def updated(
 
     settings: Any = SimpleNamespace(
         sync_timeout_s=timeout_s,
+        model_update_buffer_size_mb=1,
         max_sync_retries=retries,
         sync_retry_delay_s=1.5,
         verify_weights=verify,
