@@ -291,6 +291,7 @@ class Restarting(World):
 
 SETTINGS: Any = SimpleNamespace(
     sync_timeout_s=5,
+    model_update_buffer_size_mb=1,
     max_sync_retries=0,
     sync_retry_delay_s=0,
     verify_weights="first",
