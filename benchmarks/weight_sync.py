@@ -110,7 +110,6 @@ async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dic
     """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
     from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.remote_call import ALL
-    from roll.distributed.weights.synchronizer import SharedMemoryTransport, WeightSynchronizer
     from roll.distributed.weights.shared_memory import SharedMemoryTransport
     from roll.distributed.weights.synchronizer import WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams

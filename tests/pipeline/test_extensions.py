@@ -145,8 +145,8 @@ def test_a_hook_that_fails_or_removes_samples_ends_the_run_and_is_named(tmp_path
 
 
 def test_the_example_of_the_page_works_as_it_is_written(tmp_path, monkeypatch):
-    ((module, code),) = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    ((text),) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    ((module, code),) = re.findall(r"^```python\n# (my_hooks)\.py\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    (text,) = re.findall(r"^```yaml\n(async_training:\n  batch_hook.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = rlvr(tmp_path, "response_length=8", text=RLVR + yaml.safe_dump(yaml.safe_load(text)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
+from roll.distributed.remote_call import ALL
 from roll.distributed.remote_errors import ClusterError
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.report import Transfer
@@ -44,16 +45,16 @@ class BroadcastTransport(Transport):
         world_size = 1 + len(self._members) * self._infer.layout.tensor
         backend = "gloo" if on_cpu(self._train) or shares_devices(self._train, self._infer) else "nccl"
         number = next(self._numbers)
-        held = await self._train.call_all(TrainWorker.hold_broadcast_port)
+        held = await self._train.call(ALL, TrainWorker.hold_broadcast_port)
         ports = [port for port in held if port is not None]
         self._groups = [
             BroadcastGroup(f"weights-{number}-stage-{source.stage}", source.address, port, world_size, backend)
             for source, port in zip(self.sources, ports, strict=True)
         ]
         await asyncio.gather(
-            self._train.call_all(TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
+            self._train.call(ALL, TrainWorker.join_broadcast_group, self._groups, self._timeout_s),
             *(
-                self._infer.call_some(InferWorker.join_broadcast_groups, [engine], self._groups, position)
+                self._infer.call([engine], InferWorker.join_broadcast_groups, self._groups, position)
                 for position, engine in enumerate(self._members)
             ),
         )
@@ -63,8 +64,8 @@ class BroadcastTransport(Transport):
         buckets = self.buckets()
         ranks = self.checksum_ranks(checksums)
         sent, _ = await asyncio.gather(
-            self._train.call_all(TrainWorker.broadcast_weights, buckets, ranks),
-            self._infer.call_some(InferWorker.receive_broadcast, self._members, self._groups, buckets),
+            self._train.call(ALL, TrainWorker.broadcast_weights, buckets, ranks),
+            self._infer.call(self._members, InferWorker.receive_broadcast, self._groups, buckets),
         )
         return total([result for result in sent if result is not None])
 
@@ -72,7 +73,7 @@ class BroadcastTransport(Transport):
         """Leaves the groups, source ranks first, which frees engines that wait for them; engines leave in any case."""
         groups, self._groups = self._groups, []
         try:
-            await self._train.call_all(TrainWorker.leave_broadcast_group)
+            await self._train.call(ALL, TrainWorker.leave_broadcast_group)
         finally:
             left = await asyncio.gather(
                 *(self._leave(engine, groups) for engine in self._members), return_exceptions=True
@@ -83,7 +84,7 @@ class BroadcastTransport(Transport):
 
     async def _leave(self, engine: int, groups: list[BroadcastGroup]) -> None:
         try:
-            await self._infer.call_some(InferWorker.leave_broadcast_groups, [engine], groups)
+            await self._infer.call([engine], InferWorker.leave_broadcast_groups, groups)
         except ClusterError as error:
             if error.kind not in DOWN:
                 raise

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from roll.distributed.infer.infer_worker import InferWorker
+from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendResult
 from roll.distributed.weights.plan import handle_sources, spec_bytes
@@ -39,9 +40,9 @@ class SharedMemoryTransport(Transport):
             min(sum(sizes), max(self._bucket_bytes, *sizes))
             for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self.sources)
         ]
-        created = await self._train.call_all(TrainWorker.create_shm, largest)
+        created = await self._train.call(ALL, TrainWorker.create_shm, largest)
         addresses = [address for address in created if address is not None]
-        await self._train.call_all(TrainWorker.open_shm, addresses)
+        await self._train.call(ALL, TrainWorker.open_shm, addresses)
         self._connected = True
 
     async def transfer(self, checksums: bool) -> Transfer:
@@ -50,23 +51,23 @@ class SharedMemoryTransport(Transport):
         sent: list[SendResult] = []
         found: dict[str, str] = {}
         for index in range(max(map(len, buckets))):
-            filled = await self._train.call_all(TrainWorker.fill_bucket, buckets, index, self.handle_sources)
+            filled = await self._train.call(ALL, TrainWorker.fill_bucket, buckets, index, self.handle_sources)
             results = [result for result in filled if result is not None]
             if checksums:
-                for stage in await self._train.call_all(TrainWorker.checksum_bucket, buckets, index, ranks):
+                for stage in await self._train.call(ALL, TrainWorker.checksum_bucket, buckets, index, ranks):
                     found |= stage or {}
             await self._loaded()
             self._loading = asyncio.ensure_future(self._load(results))
             sent += results
         await self._loaded()
-        await self._train.call_all(TrainWorker.release_buckets)
+        await self._train.call(ALL, TrainWorker.release_buckets)
         return Transfer(total(sent).bytes, found)
 
     async def disconnect(self) -> None:
         """Ends the update on every training rank, once no engine reads what the next attempt overwrites."""
         with contextlib.suppress(Exception):  # it is already among the causes
             await self._loaded()
-        await self._train.call_all(TrainWorker.release_buckets)
+        await self._train.call(ALL, TrainWorker.release_buckets)
 
     async def _loaded(self) -> None:
         loading, self._loading = self._loading, None
@@ -80,5 +81,5 @@ class SharedMemoryTransport(Transport):
             for rank, handle in result.handles.items():
                 by_rank[rank].append(handle)
         for stage in zip(*by_rank, strict=True):  # every engine rank has one handle for each stage that sends this time
-            handles = {engine: list(stage[engine * size : (engine + 1) * size]) for engine in self.engines}
-            await self._infer.call_some_each(InferWorker.receive_shared, handles)
+            handles = [stage[engine * size : (engine + 1) * size] for engine in range(self._infer.world_size)]
+            await self._infer.call(self.engines, InferWorker.receive_shared, handles)

@@ -48,7 +48,7 @@ class SGLangClasses:
     """Classes of SGLang, as `module:Class`; an engine finds that of the model by `architectures` in config.json.
 
     Attributes:
-        decoder: layers that `roll/platforms/sglang_cpu_model.py` computes in one call on a CPU.
+        decoder: layers that `roll/platforms/cpu/sglang_model.py` computes in one call on a CPU.
         scorer: a sequence classifier, whose head `sglang_models/value_models.py` replaces; None: no reward engines.
         reads_head_dim: on a CPU its layers take `head_dim` from config.json, else hidden size / heads.
     """

@@ -16,8 +16,6 @@ import torch
 
 from roll.base.custom_modules import named_object
 from roll.models.families.registry import families
-from roll.platforms.cpu_decoder import CpuDecoder, DecoderSizes, DecoderTensors
-from roll.platforms.cpu_kernels import CpuKernels
 from roll.platforms.cpu.decoder import CpuDecoder, DecoderSizes, DecoderTensors
 from roll.platforms.cpu.kernels import CpuKernels
 
