@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,16 @@ def printed(code: str, folder: Path) -> list[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (folder, Path(__file__).parents[2])))}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.split()
+
+
+@pytest.mark.usefixtures("only_built_in")
+def test_the_example_of_the_page_is_a_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/extensions.md").read_text()
+    [(module, code)] = re.findall(r"^```python\n# (\w+family)\.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    custom_modules.use_custom_modules([module])
+    assert registry.family_named("mine").architecture == "MineForCausalLM"
 
 
 def test_two_families_do_not_share_a_name(own_family: str) -> None:

@@ -16,7 +16,6 @@ from roll.distributed.infer.sglang_engine import Engine, EngineError, EngineNotR
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.worker import Worker, WorkerRank, register
-from roll.hub.names import local_model
 from roll.models.families.shape import known_model_shape
 
 if TYPE_CHECKING:
@@ -141,9 +140,8 @@ class WeightReceiver(Worker):
                 await self._close_session()
             self._session_open = False
         if not self._parameters:
+            self._places = engine_places(known_model_shape(self.engine.arguments["model_path"]))
             self._parameters = {name.rpartition("@")[0] for name in await self.checksums()}
-            model = known_model_shape(local_model(self.config.model_args.model_name_or_path or ""))
-            self._places = engine_places(model)
         await self._control("begin_weight_update", BeginWeightUpdateReqInput(), "begin the update")
         self._session_open = True
 
