@@ -65,12 +65,12 @@ def predicted_step_seconds(config: Path, ratio: float) -> float:
     from roll.configs.hardware import this_machine
     from roll.configs.load import load_config
     from roll.configs.pipeline import RLConfig
-    from roll.lab.simulate.command import Options, build_cost_model
+    from roll.lab.simulate.command import SimulateOptions, build_cost_model
     from roll.lab.simulate.search import predict
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])
     assert isinstance(loaded, RLConfig)
-    options = Options(from_run=config.parent / "calibration-0", overlap_run=config.parent / "calibration-1")
+    options = SimulateOptions(from_run=config.parent / "calibration-0", overlap_run=config.parent / "calibration-1")
     model, _ = build_cost_model(loaded, options, this_machine())
     return predict(model).configured.outcome.step_seconds
 

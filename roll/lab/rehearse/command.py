@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 CONFIG_FILE, REPORT_FILE = "rehearsal.yaml", "rehearsal.json"
 """Files of a rehearsal: its configuration, which `roll run` accepts too, and its report."""
 
-LEAST_STEPS = 2
+FEWEST_STEPS = 2
 """The resumed run repeats the last step from the checkpoint of the one before."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `roll rehearse`."""
     parser.add_argument(
-        "--steps", type=integer(LEAST_STEPS), default=LEAST_STEPS, metavar="N", help="training steps (default: 2)"
+        "--steps", type=integer(FEWEST_STEPS), default=FEWEST_STEPS, metavar="N", help="training steps (default: 2)"
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="output folder (default: output/rehearsal/FOLDER-NAME of the recipe)"

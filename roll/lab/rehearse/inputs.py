@@ -12,7 +12,7 @@ from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.user_code import failure_text, users_frame
 from roll.envs import make_env
 from roll.lab.rehearse.data import write_data
-from roll.lab.rehearse.model import add_score_head, find_model, find_tokenizer, write_model
+from roll.lab.rehearse.model import add_score_head, find_tokenizer, recipe_model, write_model
 from roll.lab.rehearse.sizes import shrink_batch, shrink_layouts
 from roll.plan.check_inputs import check_environments
 
@@ -64,14 +64,14 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
         RunError: an environment failed; the message begins with the place in the user's code.
     """
     main = recipe.actor_train.model_args.model_name_or_path or ""
-    source = find_model(main)
+    source = recipe_model(main)
     stops = recipe.actor_infer.generating_args.stop_strings if isinstance(recipe, RLConfig) else []
     tokenizer, why = find_tokenizer(source, [*stops, *recipe.validation.generating_args.stop_strings])
     judge = recipe.judge.model_args.model_name_or_path if isinstance(recipe, RLVRConfig) else None
     names = {role.model_args.model_name_or_path or "" for role in recipe.device_roles().values()} - {main}
     models = {}
     for number, name in enumerate([main, *sorted(names)]):
-        model = source if name == judge else find_model(name)
+        model = source if name == judge else recipe_model(name)
         models[name] = str(write_model(model, tokenizer, folder / f"model-{number}", number))
     if isinstance(recipe, RLVRConfig) and recipe.uses_reward_model:
         add_score_head(Path(models[recipe.reward.model_args.model_name_or_path or ""]))

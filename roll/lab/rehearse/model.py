@@ -70,7 +70,7 @@ class ModelSource:
     basis: str
 
 
-def find_model(name: str) -> ModelSource:
+def recipe_model(name: str) -> ModelSource:
     """The architecture of a model, from its config.json if that is on this machine, else from its name.
 
     Raises:

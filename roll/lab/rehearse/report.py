@@ -24,7 +24,7 @@ from roll.lab.rehearse.runs import RunRecord
 from roll.lab.rehearse.shrink import Change
 from roll.lab.rehearse.sizes import Placement
 from roll.tools.show.formatting import format_number, sanitize
-from roll.tools.show.layout import MODEL, OBSERVATION, Decode, step_view
+from roll.tools.show.layout import MODEL_STYLE, OBSERVATION_STYLE, Decode, step_view
 from roll.tools.show.samples import SampleGroup, groups_of
 
 CPU_LIMITS = (
@@ -42,7 +42,7 @@ VALUE_WIDTH = 60
 
 
 @dataclass(frozen=True)
-class Finding:
+class Part:
     """One part of the recipe: whether it was exercised, what was seen, and what of it a rehearsal cannot exercise."""
 
     name: str
@@ -51,7 +51,7 @@ class Finding:
     not_exercised: list[str] = field(default_factory=list)
 
 
-def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Finding]:
+def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Part]:
     """What the run and the resumed one exercised; the second is missing if the first failed."""
     first = runs[0]
     made = [_placement(role, recipe, placement) for role in placement.layouts]
@@ -66,14 +66,14 @@ def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: 
         made.append(_validation(first))
     steps = small.max_steps
     has_checkpoint = steps - 1 in first.checkpoints
-    made.append(Finding("checkpoint", has_checkpoint, f"of steps {', '.join(map(str, first.checkpoints)) or 'none'}"))
+    made.append(Part("checkpoint", has_checkpoint, f"of steps {', '.join(map(str, first.checkpoints)) or 'none'}"))
     made.append(_resume(small, runs))
     if small.track_with:
         made.append(_trackers(small, first))
     return made
 
 
-def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
+def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Part:
     section, layout = getattr(recipe, role), placement.layouts[role]
     before = section.layout
     if isinstance(section, EngineRoleConfig):
@@ -94,27 +94,27 @@ def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Finding:
     own = {*section.device_mapping}
     apart = [name for name in others if not own & {*getattr(recipe, name).device_mapping}]
     lost += [f"devices apart from {' and '.join(apart)}"] if apart else []
-    return Finding(role, True, f"{shape}{shared}", lost)
+    return Part(role, True, f"{shape}{shared}", lost)
 
 
-def _steps(small: BaseConfig, run: RunRecord) -> Finding:
+def _steps(small: BaseConfig, run: RunRecord) -> Part:
     done = [line for line in run.lines if line["step"]]
     per_batch = small.optimizer_steps_per_batch
     accumulation = small.actor_train.training_args.gradient_accumulation_steps
     norms = run.values("actor/grad_norm")
     detail = f"{len(done)} of {small.max_steps}, each of {per_batch} optimizer step{'s' if per_batch > 1 else ''}"
     detail += f" of {accumulation} micro-batches a rank; gradient norm {', '.join(map(format_number, norms)) or 'none'}"
-    return Finding("training steps", run.finished and len(done) == small.max_steps, detail)
+    return Part("training steps", run.finished and len(done) == small.max_steps, detail)
 
 
-def _weight_updates(run: RunRecord) -> Finding:
+def _weight_updates(run: RunRecord) -> Part:
     verified = run.values("weight_update/verified")
     bytes_sent = max(run.values("weight_update/bytes"), default=0)
     detail = f"{int(sum(verified))} of {len(verified)} verified by checksum, {bytes_sent / 2**20:.1f} MiB each"
-    return Finding("weight updates", bool(verified) and all(verified), detail)
+    return Part("weight updates", bool(verified) and all(verified), detail)
 
 
-def _policy(small: RLConfig, run: RunRecord) -> Finding:
+def _policy(small: RLConfig, run: RunRecord) -> Part:
     parts = [f"pg_variant {small.actor_train.pg_variant}", f"adv_estimator {small.adv_estimator}"]
     parts += ["KL loss"] if small.use_kl_loss else []
     parts += ["KL in the reward"] if small.add_token_level_kl else []
@@ -124,18 +124,18 @@ def _policy(small: RLConfig, run: RunRecord) -> Finding:
     learned = any(run.values("actor/grad_norm"))
     if losses and not learned:
         detail += "; no gradient, since all scores of a group were equal: try more --steps"
-    return Finding("policy loss", bool(losses) and learned, detail)
+    return Part("policy loss", bool(losses) and learned, detail)
 
 
-def _schedule(small: RLConfig, run: RunRecord) -> Finding:
+def _schedule(small: RLConfig, run: RunRecord) -> Part:
     stale = run.values("staleness/max")
     detail = f"async_generation_ratio {small.async_generation_ratio:g}, {small.in_flight_policy} at a weight update"
     if not small.async_generation_ratio:
         detail = "synchronous"
-    return Finding("schedule", bool(stale), f"{detail}; largest staleness {format_number(max(stale, default=0))}")
+    return Part("schedule", bool(stale), f"{detail}; largest staleness {format_number(max(stale, default=0))}")
 
 
-def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
+def _rewards(small: RLVRConfig, run: RunRecord) -> list[Part]:
     args = small.actor_train.data_args
     tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: {})}
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
@@ -148,18 +148,16 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Finding]:
     for name, own in scores.items():
         if not own:
             tags_here = ", ".join(small.rewards[name].tag_included)
-            made.append(
-                Finding(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps")
-            )
+            made.append(Part(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps"))
             continue
         values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
         detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
         lost = ["grade_pattern"] if scoring_role(small.rewards[name]) == "judge" else []
-        made.append(Finding(f"reward {name}", True, detail, lost))
+        made.append(Part(f"reward {name}", True, detail, lost))
     return made
 
 
-def _environments(small: AgenticConfig, run: RunRecord) -> list[Finding]:
+def _environments(small: AgenticConfig, run: RunRecord) -> list[Part]:
     trajectories: dict[str, dict[str, int]] = {}
     for sample in (sample for samples in run.samples.values() for sample in samples):
         episode = sample["episode"]
@@ -169,36 +167,36 @@ def _environments(small: AgenticConfig, run: RunRecord) -> list[Finding]:
     for tag in small.tags_of(small.train_env_manager):
         turns = trajectories.get(tag, {})
         detail = f"{len(turns)} trajectories, {sum(turns.values())} turns"
-        made.append(Finding(f"environment {tag}", bool(turns), detail))
+        made.append(Part(f"environment {tag}", bool(turns), detail))
     return made
 
 
-def _validation(run: RunRecord) -> Finding:
+def _validation(run: RunRecord) -> Part:
     values = [
         f"{name} {format_number(line[name])} at step {int(line['step'])}"
         for line in run.lines
         for name in ("val/score", "val/loss")
         if line.get(name) is not None
     ]
-    return Finding("validation", bool(values), "; ".join(values) or "none")
+    return Part("validation", bool(values), "; ".join(values) or "none")
 
 
-def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Finding:
+def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Part:
     if len(runs) < 2:
-        return Finding("resume", False, "not tried, since the first run failed or wrote no checkpoint")
+        return Part("resume", False, "not tried, since the first run failed or wrote no checkpoint")
     last = [line for line in runs[1].lines if line["step"] == small.max_steps]
     passed = runs[1].finished and bool(last)
     detail = f"a new run continued at step {small.max_steps - 1} and made step {small.max_steps}"
-    return Finding("resume", passed, detail if passed else "the resumed run failed")
+    return Part("resume", passed, detail if passed else "the resumed run failed")
 
 
-def _trackers(small: BaseConfig, run: RunRecord) -> Finding:
+def _trackers(small: BaseConfig, run: RunRecord) -> Part:
     missing = [name for name in small.track_with if name != "stdout" and name not in run.entries]
     detail = f"{', '.join(small.track_with)}, and metrics.jsonl"
-    return Finding("trackers", not missing, f"{', '.join(missing)} wrote nothing" if missing else detail)
+    return Part("trackers", not missing, f"{', '.join(missing)} wrote nothing" if missing else detail)
 
 
-def summary_of(made: Sequence[Finding], changes: Sequence[Change], seconds: float) -> dict[str, Any]:
+def summary_of(made: Sequence[Part], changes: Sequence[Change], seconds: float) -> dict[str, Any]:
     """The report as values for JSON."""
     return {
         "passed": all(finding.passed for finding in made),
@@ -208,14 +206,14 @@ def summary_of(made: Sequence[Finding], changes: Sequence[Change], seconds: floa
     }
 
 
-def verdict(made: Sequence[Finding]) -> str:
+def verdict(made: Sequence[Part]) -> str:
     """The report in one sentence."""
     lost = [f"{text} ({finding.name})" for finding in made for text in finding.not_exercised]
     passed = "every part" if all(finding.passed for finding in made) else "not every part"
     return f"{passed} was exercised" + (f", except {', '.join(lost)}" if lost else "")
 
 
-def tables(made: Sequence[Finding], changes: Sequence[Change]) -> RenderableType:
+def tables(made: Sequence[Part], changes: Sequence[Change]) -> RenderableType:
     """The report as tables."""
     exercised = Table(box=box.SIMPLE_HEAD, title="Exercised", title_justify="left", title_style="bold")
     for column in ("", "part", "what was seen"):
@@ -266,12 +264,12 @@ def _example_view(small: BaseConfig) -> RenderableType:
     if isinstance(small, PreferenceConfig):
         pair = load_preferences(args.file_name, args)[0]
         title = "One pair in full"
-        texts = [("better response", pair.chosen, MODEL), ("worse response", pair.rejected, MODEL)]
+        texts = [("better response", pair.chosen, MODEL_STYLE), ("worse response", pair.rejected, MODEL_STYLE)]
     else:
         example = load_sft_data(args.file_name, args)[0]
         title = "One example in full"
         messages = example.question.messages or ({"role": "user", "content": example.question.text or ""},)
-        texts = [(message["role"], message["content"], OBSERVATION) for message in messages]
-        texts.append(("answer that is learned", example.response, MODEL))
+        texts = [(message["role"], message["content"], OBSERVATION_STYLE) for message in messages]
+        texts.append(("answer that is learned", example.response, MODEL_STYLE))
     parts = [part for name, text, style in texts for part in (Text(name, "dim"), sanitize(str(text), style))]
     return Group(Text(title, "bold"), *parts)

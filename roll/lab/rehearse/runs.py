@@ -32,7 +32,7 @@ START = "import sys; sys.path.append(sys.argv.pop(1)); from roll.cli import main
 FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 """A line of a traceback."""
 
-SHOWN = {
+PROGRESS_METRICS = {
     "val/score": "validation score",
     "val/loss": "validation loss",
     "rollout/reward_mean": "reward",
@@ -132,7 +132,7 @@ class _Progress:
             if step < self._next:
                 continue
             name = f"step {step}" if step else "before the first step"
-            values = [f"{text} {line[key]:.3g}" for key, text in SHOWN.items() if line.get(key) is not None]
+            values = [f"{text} {line[key]:.3g}" for key, text in PROGRESS_METRICS.items() if line.get(key) is not None]
             self._say(f"{name}: {', '.join(values)}")
             self._next = step + 1
 

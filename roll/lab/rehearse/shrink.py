@@ -34,7 +34,7 @@ MAX_VALIDATION_SAMPLES = 2
 MAX_FORWARD_BATCH = 4
 """Samples of a forward micro-batch, so that there are several."""
 
-MAX_PROCESSES = 2
+FEW_PROCESSES = 2
 """Processes of one reward, or of the environments."""
 
 MAX_RUNNING_REQUESTS = 64
@@ -84,7 +84,7 @@ OPENED = "opened: a random model gives a whole group one score, and no group wou
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
 GRADED = "a random judge writes digits, and the last one is its grade"
 DIFFERS = "scores of a group differ, so that the loss has a gradient"
-FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
+OWN_FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 RESUMED = "a checkpoint is written and resumed"
 
 
@@ -196,11 +196,11 @@ class _Section:
 
 def _shrink_run(edit: _Section, config: BaseConfig, folder: str, steps: int) -> None:
     edit.set("", pipeline=config.pipeline)
-    edit.drop(FOLDER, *[name for name in edit.given if name.endswith("_dir") and name not in KEPT_FOLDERS])
-    edit.set(FOLDER, output_dir=folder)
+    edit.drop(OWN_FOLDER, *[name for name in edit.given if name.endswith("_dir") and name not in KEPT_FOLDERS])
+    edit.set(OWN_FOLDER, output_dir=folder)
     for name, options in config.tracker_kwargs.items():
         sent = [key for key in options if key.endswith(("dir", "uri")) or key in ACCOUNT_OPTIONS]
-        edit.at("tracker_kwargs", name).drop(FOLDER, *sent)
+        edit.at("tracker_kwargs", name).drop(OWN_FOLDER, *sent)
     edit.set("runs here", platform="cpu")
     edit.set("a rehearsal", max_steps=steps)
     edit.set(RESUMED, save_checkpoint=True, save_steps=1, max_ckpt_to_keep=0)
@@ -253,7 +253,7 @@ def _shrink_rl(edit: _Section, config: RLConfig, batch: Batch) -> None:
         edit.set(SMALL, pass_k=min(config.pass_k, batch.group_size - 1))
     if config.uses_critic and config.critic_warmup:
         edit.set("a rehearsal", critic_warmup=1)
-    edit.set(FOLDER, rollout_dump_dir=f"{edit.root['output_dir']}/samples")
+    edit.set(OWN_FOLDER, rollout_dump_dir=f"{edit.root['output_dir']}/samples")
     edit.set("every weight update is verified", verify_weights="always")
     edit.set("a weight update has several buckets", model_update_buffer_size_mb=1)
     queue = config.async_training.max_queue_size
@@ -291,8 +291,8 @@ def _shrink_rlvr(edit: _Section, config: RLVRConfig, batch: Batch, inputs: Input
 
 
 def _shrink_reward(edit: _Section, config: RLVRConfig, section: _Section, reward: RewardConfig, inputs: Inputs) -> None:
-    if reward.world_size > MAX_PROCESSES:
-        section.set("processes share a few cores", world_size=MAX_PROCESSES)
+    if reward.world_size > FEW_PROCESSES:
+        section.set("processes share a few cores", world_size=FEW_PROCESSES)
     scored_by = scoring_role(reward)
     if scored_by == "judge":
         section.set(GRADED, **RANDOM_JUDGE)
@@ -345,7 +345,7 @@ def _shrink_environments(edit: _Section, config: AgenticConfig, name: str, group
     if redundancy:
         section.set(SMALL, group_size_redundancy=redundancy)
     if manager.max_env_num_per_worker:
-        processes = min(manager.processes, MAX_PROCESSES)
+        processes = min(manager.processes, FEW_PROCESSES)
         section.set(SMALL, max_env_num_per_worker=-(-groups * (size + redundancy) // processes))
 
 

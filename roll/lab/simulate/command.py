@@ -20,7 +20,7 @@ from roll.lab.simulate.calibration import (
     read_run,
 )
 from roll.lab.simulate.cost_model import CostModel, fit_cost_model, fit_slowdown
-from roll.lab.simulate.report import as_dict, print_prediction
+from roll.lab.simulate.report import prediction_as_dict, print_prediction
 from roll.lab.simulate.search import check_size, configured_split, predict
 from roll.tools.terminal import number, option_error
 
@@ -29,7 +29,7 @@ MIN_GENERATE_S = 1e-6
 
 
 @dataclass(frozen=True)
-class Options:
+class SimulateOptions:
     """Options of `roll simulate`; None for options not given.
 
     Attributes:
@@ -113,11 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the configuration, a run or an option cannot be used.
     """
     config = load_config(arguments.config, arguments.overrides)
-    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    options = SimulateOptions(**{field.name: getattr(arguments, field.name) for field in fields(SimulateOptions)})
     model, notes = build_cost_model(check_simulated(config), options, this_machine())
     prediction = predict(model)
     if arguments.json:
-        print(json.dumps(as_dict(prediction, model, notes), indent=2))
+        print(json.dumps(prediction_as_dict(prediction, model, notes), indent=2))
     else:
         print_prediction(prediction, model, notes, config.exp_name)
     return 0
@@ -144,7 +144,7 @@ def check_simulated(config: BaseConfig) -> RLConfig:
     raise ConfigError([problem], config.source.file)
 
 
-def build_cost_model(config: RLConfig, options: Options, hardware: Hardware) -> tuple[CostModel, list[str]]:
+def build_cost_model(config: RLConfig, options: SimulateOptions, hardware: Hardware) -> tuple[CostModel, list[str]]:
     """The cost model of a configuration, and notes on assumptions made for missing measurements.
 
     Raises:
@@ -176,7 +176,7 @@ def build_cost_model(config: RLConfig, options: Options, hardware: Hardware) -> 
     return replace(model, slowdown=slowdown), notes
 
 
-def _check_options(config: RLConfig, options: Options) -> None:
+def _check_options(config: RLConfig, options: SimulateOptions) -> None:
     if options.overlap_run is not None and options.slowdown is not None:
         raise option_error("--slowdown", "cannot be combined with --overlap, which measures it; use one of them")
     longest, limit = (options.response_length or (0, 0))[1], config.response_length
@@ -188,7 +188,7 @@ def _check_options(config: RLConfig, options: Options) -> None:
         raise option_error(missing, message)
 
 
-def _measurements(config: RLConfig, options: Options, notes: list[str]) -> Measurements:
+def _measurements(config: RLConfig, options: SimulateOptions, notes: list[str]) -> Measurements:
     """Measurements of --from, with options in place of single values; or all from options."""
     given = {name: getattr(options, name) for name in ("generate", "train", "log_probs", "reward", "weight_update")}
     given["weight_update_pause"] = options.weight_update

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from roll.base.terminal import make_console
 from roll.lab.simulate.cost_model import CostModel
-from roll.lab.simulate.search import Candidate, Prediction, Split
+from roll.lab.simulate.search import Candidate, DeviceSplit, Prediction
 
 
-def as_dict(prediction: Prediction, model: CostModel, notes: list[str]) -> dict[str, Any]:
+def prediction_as_dict(prediction: Prediction, model: CostModel, notes: list[str]) -> dict[str, Any]:
     """Everything that `print_prediction` prints, as values for JSON."""
     return {
         "devices": prediction.devices,
@@ -105,7 +105,7 @@ def _cells(candidate: Candidate) -> list[str]:
     ]
 
 
-def split_text(split: Split) -> str:
+def split_text(split: DeviceSplit) -> str:
     """Devices of generation and training, `2 : 6`, or `8 shared`."""
     return f"{split.infer_devices} shared" if split.shared else f"{split.infer_devices} : {split.train_devices}"
 

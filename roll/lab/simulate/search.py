@@ -16,7 +16,7 @@ RATIOS = (0.0, 0.5, 1.0, 2.0)
 MAX_SPLITS = 4
 """Splits simulated: those whose slower side, alone, is fastest."""
 
-TOLERANCE = 0.02
+EQUALLY_FAST = 0.02
 """Candidates within this fraction of the fastest count as equally fast; the smallest ratio among them is best."""
 
 TOTAL_SAMPLES = 400_000
@@ -31,12 +31,12 @@ MAX_SAMPLES = 100_000
 MAX_SAMPLES_AHEAD = 2_000_000
 """Most samples generated before the simulation is in steady state; near this limit it takes over two minutes."""
 
-MAX_DEVICES = 10_000
+MAX_SIMULATED_DEVICES = 10_000
 """Most devices; 4,100 took half a minute."""
 
 
 @dataclass(frozen=True)
-class Split:
+class DeviceSplit:
     """Number of devices of each side; `shared` if both sides use all devices in turns."""
 
     train_devices: int
@@ -53,7 +53,7 @@ class Candidate:
         train_seconds: log-probs and training on these devices when nothing else runs.
     """
 
-    split: Split
+    split: DeviceSplit
     ratio: float
     outcome: Outcome
     generate_seconds: float
@@ -84,7 +84,7 @@ def predict(model: CostModel) -> Prediction:
     configured, total = configured_split(config), len(all_devices(config))
     search = _Search(model, total)
     candidates = [(configured, config.async_generation_ratio)]
-    splits = [Split(total, total, shared=True), *search.promising_splits()] if total > 1 else []
+    splits = [DeviceSplit(total, total, shared=True), *search.promising_splits()] if total > 1 else []
     for split in splits:
         for ratio in (0.0,) if split.shared else RATIOS:
             if (split, ratio) not in candidates and _is_valid(config, split):
@@ -92,7 +92,7 @@ def predict(model: CostModel) -> Prediction:
     steps = max(MIN_STEPS, min(MAX_STEPS, TOTAL_SAMPLES // (model.shape.samples * len(candidates))))
     simulated = [search.simulate(split, ratio, steps) for split, ratio in candidates]
     fastest = min(candidate.outcome.step_seconds for candidate in simulated)
-    good = [candidate for candidate in simulated if candidate.outcome.step_seconds <= fastest * (1 + TOLERANCE)]
+    good = [candidate for candidate in simulated if candidate.outcome.step_seconds <= fastest * (1 + EQUALLY_FAST)]
     return Prediction(
         devices=total,
         generate_seconds=search.generate(total),
@@ -127,19 +127,19 @@ class _Search:
         costs = self._model.scenario(devices, 1, ratio, 1).costs
         return costs.train + costs.log_probs
 
-    def promising_splits(self) -> list[Split]:
+    def promising_splits(self) -> list[DeviceSplit]:
         """Those whose slower side is fastest; generation is interpolated as p + q / engines from one and all."""
         one, most = self.generate(1), self.generate(self._devices)
         engines = self._engines(self._devices)
         slope = (one - most) / (1 - 1 / engines) if engines > 1 else 0.0
 
-        def lower_bound(split: Split) -> float:
+        def lower_bound(split: DeviceSplit) -> float:
             generate = one - slope + slope / self._engines(split.infer_devices)
             return max(generate, self.train(split.train_devices, 1.0))
 
         return sorted(possible_splits(self._model.config, self._devices), key=lower_bound)[:MAX_SPLITS]
 
-    def simulate(self, split: Split, ratio: float, steps: int) -> Candidate:
+    def simulate(self, split: DeviceSplit, ratio: float, steps: int) -> Candidate:
         scenario = self._model.scenario(split.train_devices, self._engines(split.infer_devices), ratio, steps)
         alone = self.generate(split.infer_devices), self.train(split.train_devices, ratio)
         return Candidate(split, ratio, simulate(scenario), *alone)
@@ -160,8 +160,8 @@ def check_size(config: RLConfig) -> None:
     elif samples * versions_ahead(config.async_generation_ratio) > MAX_SAMPLES_AHEAD:
         ratio = f"{config.async_generation_ratio:g} with {samples} samples per batch"
         too_large["async_generation_ratio"] = ratio, f"{MAX_SAMPLES_AHEAD // samples}"
-    if devices > MAX_DEVICES:
-        too_large["device_mapping"] = f"{devices} devices", f"{MAX_DEVICES}"
+    if devices > MAX_SIMULATED_DEVICES:
+        too_large["device_mapping"] = f"{devices} devices", f"{MAX_SIMULATED_DEVICES}"
     if too_large:
         problems = [
             Problem(path, f"{value} takes too long to simulate; use at most {most}")
@@ -174,18 +174,18 @@ def all_devices(config: RLConfig) -> set[int]:
     return set(config.actor_train.device_mapping) | set(config.actor_infer.device_mapping)
 
 
-def configured_split(config: RLConfig) -> Split:
+def configured_split(config: RLConfig) -> DeviceSplit:
     train, infer = config.actor_train.device_mapping, config.actor_infer.device_mapping
-    return Split(len(train), len(infer), shared=set(train) == set(infer))
+    return DeviceSplit(len(train), len(infer), shared=set(train) == set(infer))
 
 
-def possible_splits(config: RLConfig, devices: int) -> list[Split]:
+def possible_splits(config: RLConfig, devices: int) -> list[DeviceSplit]:
     """Splits of all devices that the parallel sizes and the samples per optimizer step allow."""
-    splits = [Split(devices - infer, infer) for infer in range(1, devices)]
+    splits = [DeviceSplit(devices - infer, infer) for infer in range(1, devices)]
     return [split for split in splits if _is_valid(config, split)]
 
 
-def _is_valid(config: RLConfig, split: Split) -> bool:
+def _is_valid(config: RLConfig, split: DeviceSplit) -> bool:
     layout = config.actor_train.layout
     model_parallel = layout.tensor * layout.pipeline
     if split.train_devices % model_parallel or split.infer_devices % config.actor_infer.num_gpus_per_worker:

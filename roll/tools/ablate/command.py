@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,13 +15,13 @@ from pathlib import Path
 from roll.base.terminal import EXIT_INTERRUPTED
 from roll.configs.pipeline import RLConfig
 from roll.configs.trackers import METRICS_FILE
+from roll.pipeline import checkpoint
 from roll.plan.inputs import fetch_inputs
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
     lock_folder,
     read_progress,
     read_run_json,
-    remove_checkpoints,
 )
 from roll.tools.ablate.report import Status, TrialResult, markdown_report, plot_curves, summarize_trial
 from roll.tools.processes import CONSOLE_LOG, run_process, tail
@@ -107,7 +108,7 @@ class Ablation:
         if read_progress(folder, config) == "resumable":
             overrides.append("resume_from_checkpoint=true")
         else:
-            remove_checkpoints(folder)
+            shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)  # those of another configuration
         exit_code = run_process(self.build_command(self.config, overrides), folder / CONSOLE_LOG, pass_fds=[lock])
         if exit_code == 0 and read_progress(folder, config) == "finished":
             return self._result(trial, "finished")

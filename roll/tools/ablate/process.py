@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,7 +48,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
 def read_progress(folder: Path, config: RLConfig) -> Progress:
     """Progress of the run in `folder`; `new` if its run.json has another configuration."""
     record = read_run_json(folder)
-    if record is None or _compared(record["config"]) != _compared(_as_json(config)):
+    if record is None or _compared(record["config"]) != _compared(without_secrets(dataclasses.asdict(config))):
         return "new"
     if (record.get("summary") or {}).get("status") == "finished":
         return "finished"
@@ -63,16 +62,6 @@ def read_run_json(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("config"), dict) else None
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Removes the checkpoints of a run with another configuration, so that a new run cannot resume from them."""
-    shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)
-
-
-def _as_json(config: RLConfig) -> dict[str, Any]:
-    values: dict[str, Any] = without_secrets(dataclasses.asdict(config))
-    return values
 
 
 def _compared(config: dict[str, Any]) -> dict[str, Any]:

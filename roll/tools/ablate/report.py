@@ -18,7 +18,7 @@ Status = Literal["finished", "failed", "unfinished"]
 MetricLines = Sequence[Mapping[str, float | None]]
 """Lines of a metrics.jsonl."""
 
-COLORS = ("#2563a8", "#e76f51", "#2a9d8f", "#b5651d", "#9d4edd", "#8ab17d", "#d1495b", "#5b6770")
+VARIANT_COLORS = ("#2563a8", "#e76f51", "#2a9d8f", "#b5651d", "#9d4edd", "#8ab17d", "#d1495b", "#5b6770")
 """Line colors of the variants, in order; as many as there are policy losses."""
 
 Band = tuple[list[int], list[float], list[float], list[float]]
@@ -105,7 +105,7 @@ class Column:
     decimals: int
 
 
-COLUMNS = (
+MEASURES_SHOWN = (
     Column("final_score", "final score", 3),
     Column("best_score", "best score", 3),
     Column("area_under_curve", "area under curve", 3),
@@ -137,7 +137,7 @@ class TableRow:
     measures: dict[str, MeanStd | None]
 
 
-def aggregate(results: Sequence[TrialResult]) -> list[TableRow]:
+def aggregate_trials(results: Sequence[TrialResult]) -> list[TableRow]:
     """One row per variant and ratio, in the order of the results; only finished trials count in the measures."""
     groups: dict[tuple[float, str], list[TrialResult]] = {}
     for result in results:
@@ -145,7 +145,9 @@ def aggregate(results: Sequence[TrialResult]) -> list[TableRow]:
     rows = []
     for (ratio, variant), group in groups.items():
         finished = [result for result in group if result.status == "finished"]
-        measures = {column.name: mean_std([getattr(result, column.name) for result in finished]) for column in COLUMNS}
+        measures = {
+            column.name: mean_std([getattr(result, column.name) for result in finished]) for column in MEASURES_SHOWN
+        }
         rows.append(TableRow(variant, ratio, len(finished), len(group), measures))
     return rows
 
@@ -160,7 +162,7 @@ def mean_std(values: Sequence[float | None]) -> MeanStd | None:
 
 def markdown_report(results: Sequence[TrialResult], config: str, target: float | None) -> str:
     """The text of `ablation.md`: the table, a legend, unfinished trials, and the output of failed ones."""
-    columns = [column for column in COLUMNS if target is not None or column.name != "steps_to_target"]
+    columns = [column for column in MEASURES_SHOWN if target is not None or column.name != "steps_to_target"]
     legend = (
         "\nScores are `val/score`; the area under the curve is its mean height over steps; wall time is the sum of "
         "`time/step`. Values are mean ± standard deviation over finished seeds."
@@ -171,7 +173,7 @@ def markdown_report(results: Sequence[TrialResult], config: str, target: float |
         f"# Ablation of {config}\n",
         "| " + " | ".join(["variant", "ratio", "seeds", *(column.title for column in columns)]) + " |",
         "|" + "---|" * (3 + len(columns)),
-        *(_markdown_row(row, columns) for row in aggregate(results)),
+        *(_markdown_row(row, columns) for row in aggregate_trials(results)),
         legend,
     ]
     unfinished = [_label(result) for result in results if result.status == "unfinished"]
@@ -231,7 +233,7 @@ def plot_curves(results: Sequence[TrialResult], out_png: Path) -> Path | None:
             if not group:
                 continue
             steps, low, mean, high = seed_band(group)
-            color = COLORS[index % len(COLORS)]
+            color = VARIANT_COLORS[index % len(VARIANT_COLORS)]
             axes.plot(steps, mean, color=color, linewidth=2.0, marker="o", markersize=3.5, label=variant)
             if len(group) > 1:
                 axes.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks, all_reduce = measure(config, arguments.seconds, arguments.slower_than)
     slow = slow_speeds(ranks, arguments.slower_than)
     if arguments.json:
-        print(json.dumps(as_dict(ranks, all_reduce, arguments.slower_than), indent=2))
+        print(json.dumps(speeds_as_dict(ranks, all_reduce, arguments.slower_than), indent=2))
     else:
         console = make_console()
         dtype = config.actor_train.model_args.dtype
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if slow else 0
 
 
-def as_dict(ranks: Sequence[RankSpeeds], all_reduce: float, slower_than: float) -> dict[str, Any]:
+def speeds_as_dict(ranks: Sequence[RankSpeeds], all_reduce: float, slower_than: float) -> dict[str, Any]:
     """What the command prints, as values for JSON."""
     slow = slow_speeds(ranks, slower_than)
     return {

@@ -30,9 +30,9 @@ COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Larger than the caches."""
 TRANSFER_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Large enough that the bandwidth counts and not the latency."""
-WARM_UP, REPEATS = 2, 10
+WARM_UP_REPEATS, REPEATS = 2, 10
 """Repeats of one measurement that are not counted, and the fewest that are."""
-TIMEOUT_S = 120.0
+MEASUREMENT_TIMEOUT_S = 120.0
 """Longest time of one measurement beyond the seconds that were asked for; a link that takes longer is broken."""
 
 
@@ -108,13 +108,13 @@ class SpeedWorker(Worker):
         """Median time of an operation, without warm-up; what several ranks do together is repeated equally often."""
         times: list[float] = []
         end = time.monotonic() + seconds
-        while len(times) < WARM_UP + REPEATS or time.monotonic() < end:
+        while len(times) < WARM_UP_REPEATS + REPEATS or time.monotonic() < end:
             start = time.perf_counter()
             operation()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-        return median(times[WARM_UP:])
+        return median(times[WARM_UP_REPEATS:])
 
 
 def measure(config: BaseConfig, seconds: float, slower_than: float) -> tuple[list[RankSpeeds], float]:
@@ -154,9 +154,9 @@ def _measure(cluster: Cluster[SpeedWorker], seconds: float) -> tuple[list[RankSp
     """Every measurement starts on all ranks at the same time, so a slow rank does not shift those of others."""
     found: dict[str, list[float]] = {}
     for method in (SpeedWorker.matmul, SpeedWorker.copy, SpeedWorker.host_to_device):
-        with deadline_scope(time.monotonic() + TIMEOUT_S + seconds):
+        with deadline_scope(time.monotonic() + MEASUREMENT_TIMEOUT_S + seconds):
             found[method.__name__] = cluster.call(ALL, method, seconds).get()
-    with deadline_scope(time.monotonic() + TIMEOUT_S):
+    with deadline_scope(time.monotonic() + MEASUREMENT_TIMEOUT_S):
         bandwidth = min(cluster.call(ALL, SpeedWorker.all_reduce).get())
     nodes = [rank.node for rank in cluster.ranks]
     found["in_node"] = _best_exchanges(cluster, rounds_in_nodes(nodes))
@@ -174,6 +174,6 @@ def _best_exchanges(cluster: Cluster[SpeedWorker], rounds: Sequence[Sequence[Pai
     for pairs in rounds:
         partner = {first: second for first, second in pairs} | {second: first for first, second in pairs}
         partners = [partner.get(rank) for rank in range(cluster.world_size)]
-        with deadline_scope(time.monotonic() + TIMEOUT_S):
+        with deadline_scope(time.monotonic() + MEASUREMENT_TIMEOUT_S):
             best = list(map(max, best, cluster.call(ALL, SpeedWorker.exchange, partners).get()))
     return best

@@ -28,7 +28,7 @@ PAGE_WIDTH = 120
 
 
 @dataclass(frozen=True)
-class Options:
+class ShowOptions:
     """Options of `roll show`.
 
     Attributes:
@@ -56,10 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return show(arguments.run, Options(arguments.step, arguments.group, arguments.limit, arguments.html))
+    return show(arguments.run, ShowOptions(arguments.step, arguments.group, arguments.limit, arguments.html))
 
 
-def show(run: Path, options: Options) -> int:
+def show(run: Path, options: ShowOptions) -> int:
     """Shows samples of the run with this `output_dir` and returns the exit code.
 
     Raises:

@@ -20,7 +20,7 @@ from roll.tools.show.formatting import (
     sanitize_line,
     sanitize_short,
 )
-from roll.tools.show.samples import Episode, Sample, SampleGroup, Turn
+from roll.tools.show.samples import SampleGroup, ShownEpisode, ShownSample, ShownTurn
 
 Decode = Callable[[Sequence[int]], str]
 """f(token ids) -> text."""
@@ -35,7 +35,7 @@ STOP_REASONS = {
 }
 """Explanations of why a trajectory ended, by `stop` of the dump."""
 
-OBSERVATION, MODEL, CHANGED = "cyan", "green", "bold reverse"
+OBSERVATION_STYLE, MODEL_STYLE, CHANGED_STYLE = "cyan", "green", "bold reverse"
 """Styles of observations, of texts of the model, and of map cells that a move changed."""
 
 
@@ -75,7 +75,7 @@ def _group_view(group: SampleGroup, limit: int, texts: Texts) -> RenderableType:
     first, shown = group.samples[0], group.samples[:limit]
     parts: list[RenderableType] = [_group_header(group)]
     if first.episode is None and all(sample.prompt_ids == first.prompt_ids for sample in group.samples):
-        parts.append(Padding(texts.show(first.prompt_ids, OBSERVATION), (0, 0, 1, 2), expand=False))
+        parts.append(Padding(texts.show(first.prompt_ids, OBSERVATION_STYLE), (0, 0, 1, 2), expand=False))
     for sample in shown:
         parts.append(
             _response_view(sample, texts) if sample.episode is None else _episode_view(sample, sample.episode, texts)
@@ -92,12 +92,12 @@ def _group_header(group: SampleGroup) -> Text:
     else:
         problem = [Text.assemble("prompt ", sanitize_line(first.prompt_id))]
     if first.ground_truth is not None:
-        problem.append(Text.assemble("ground truth ", sanitize_line(str(first.ground_truth), OBSERVATION)))
+        problem.append(Text.assemble("ground truth ", sanitize_line(str(first.ground_truth), OBSERVATION_STYLE)))
     scores = Text(f"scores {format_scores(group.scores)}")
     return Text("  ").join([name, *problem, scores, format_advantage(group.advantage, "mean advantage")])
 
 
-def _response_view(sample: Sample, texts: Texts) -> RenderableType:
+def _response_view(sample: ShownSample, texts: Texts) -> RenderableType:
     head = Text("  ").join(
         [
             sanitize_line(sample.id, "bold"),
@@ -107,11 +107,11 @@ def _response_view(sample: Sample, texts: Texts) -> RenderableType:
             Text(f"{len(sample.response_ids)} tokens", "dim"),
         ]
     )
-    text = Padding(texts.show(sample.response_ids, MODEL), (0, 0, 1, 2), expand=False)
+    text = Padding(texts.show(sample.response_ids, MODEL_STYLE), (0, 0, 1, 2), expand=False)
     return Padding(Group(head, text), (0, 0, 0, 2), expand=False)
 
 
-def _episode_view(sample: Sample, episode: Episode, texts: Texts) -> RenderableType:
+def _episode_view(sample: ShownSample, episode: ShownEpisode, texts: Texts) -> RenderableType:
     """Header, turns, and a line with score, stop reason and metrics."""
     head = Text.assemble(sanitize_line(sample.id, "bold"), "  ", format_advantage(sample.advantage))
     parts: list[RenderableType] = [head]
@@ -123,21 +123,21 @@ def _episode_view(sample: Sample, episode: Episode, texts: Texts) -> RenderableT
         body = _turn_body(turn, after if outcome_in_map else "", texts)
         parts += [_turn_header(index + 1, turn), _indented(body, 4)]
     if episode.outcome and not outcome_in_map:
-        parts.append(_indented(_labelled([("then", texts.show(episode.outcome, OBSERVATION))]), 4))
+        parts.append(_indented(_labelled([("then", texts.show(episode.outcome, OBSERVATION_STYLE))]), 4))
     return _indented(Group(*parts, _end_line(sample, episode), ""), 2)
 
 
-def _turn_header(number: int, turn: Turn) -> Text:
+def _turn_header(number: int, turn: ShownTurn) -> Text:
     reward = f"  reward {format_number(turn.reward)}  "
     line = Text.assemble((f"  turn {number}", "bold"), reward, format_versions(turn.versions))
     return Text.assemble(line, "  ", format_advantage(turn.advantage)) if turn.advantage is not None else line
 
 
-def _turn_body(turn: Turn, after: str, texts: Texts) -> Table:
+def _turn_body(turn: ShownTurn, after: str, texts: Texts) -> Table:
     """Observation and answer; a map that the answer changed is followed by the map `after` it."""
-    text = texts.show(turn.text, MODEL) if turn.text else Text("(nothing)", "italic yellow")
+    text = texts.show(turn.text, MODEL_STYLE) if turn.text else Text("(nothing)", "italic yellow")
     if not is_map(turn.observation):
-        return _labelled([("reads", texts.show(turn.observation, OBSERVATION)), ("writes", text)])
+        return _labelled([("reads", texts.show(turn.observation, OBSERVATION_STYLE)), ("writes", text)])
     maps = [map_text(turn.observation, after)]
     if after:
         maps += [Text("->", "dim"), map_text(after, turn.observation)]
@@ -149,7 +149,7 @@ def _turn_body(turn: Turn, after: str, texts: Texts) -> Table:
     return table
 
 
-def _end_line(sample: Sample, episode: Episode) -> Text:
+def _end_line(sample: ShownSample, episode: ShownEpisode) -> Text:
     stop = str(episode.stop)
     reason = Text(f"{stop}: {STOP_REASONS[stop]}") if stop in STOP_REASONS else sanitize_line(stop)
     score = Text.assemble(("  end", "bold"), ("  score ", "bold"), (format_number(sample.score), "bold"))
@@ -168,11 +168,11 @@ def is_map(text: str) -> bool:
 
 def map_text(text: str, other: str) -> Text:
     """A map with the cells highlighted that differ from the other map, if both have the same size."""
-    shown = Text(style=OBSERVATION, no_wrap=True)
+    shown = Text(style=OBSERVATION_STYLE, no_wrap=True)
     cells, others = text.strip("\n"), other.strip("\n")
     comparable = other and [len(row) for row in cells.split("\n")] == [len(row) for row in others.split("\n")]
     for cell, other_cell in zip(cells, others if comparable else cells, strict=True):
-        shown.append(cell, CHANGED if cell != other_cell else None)
+        shown.append(cell, CHANGED_STYLE if cell != other_cell else None)
     return shown
 
 

@@ -26,7 +26,7 @@ class RunDump:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ShownTurn:
     """One observation and the model's answer.
 
     `advantage` is the mean over the answer's tokens if each turn was a sample, None if the trajectory was one sample.
@@ -40,7 +40,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Episode:
+class ShownEpisode:
     """The trajectory of a sample, as stored in the dump."""
 
     tag: str
@@ -48,11 +48,11 @@ class Episode:
     stop: str | None
     outcome: str
     metrics: Mapping[str, float]
-    turns: Sequence[Turn]
+    turns: Sequence[ShownTurn]
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSample:
     """One response or one trajectory.
 
     Attributes:
@@ -71,7 +71,7 @@ class Sample:
     versions: Sequence[int]
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    episode: Episode | None
+    episode: ShownEpisode | None
 
     @property
     def advantage(self) -> float | None:
@@ -84,7 +84,7 @@ class SampleGroup:
     """Samples of one prompt or environment seed; `number` is the group's number in the dump."""
 
     number: int
-    samples: Sequence[Sample]
+    samples: Sequence[ShownSample]
 
     @property
     def scores(self) -> list[float]:
@@ -185,10 +185,10 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     return [SampleGroup(number, [_sample(rows) for rows in samples.values()]) for number, samples in groups.items()]
 
 
-def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
+def _sample(rows: Sequence[Mapping[str, Any]]) -> ShownSample:
     """The sample of a response (one row) or a trajectory (one row, or one per turn)."""
     first = rows[0]
-    return Sample(
+    return ShownSample(
         id=str(first["episode"]["trajectory"] if "episode" in first else first["id"]),
         prompt_id=str(first["prompt_id"]),
         ground_truth=first["ground_truth"],
@@ -201,10 +201,10 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> Sample:
     )
 
 
-def _episode(rows: Sequence[Mapping[str, Any]]) -> Episode:
+def _episode(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
     fields = rows[0]["episode"]
     turns = [
-        Turn(
+        ShownTurn(
             turn["observation"],
             turn["text"],
             turn["reward"],
@@ -214,7 +214,7 @@ def _episode(rows: Sequence[Mapping[str, Any]]) -> Episode:
         for row in rows
         for turn in row["episode"]["turns"]
     ]
-    return Episode(fields["tag"], fields["seed"], fields["stop"], fields["outcome"], fields["metrics"], turns)
+    return ShownEpisode(fields["tag"], fields["seed"], fields["stop"], fields["outcome"], fields["metrics"], turns)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -20,7 +20,7 @@ from roll.datasets.templates import TEMPLATES, ConversationEncoder
 from roll.datasets.tokenizer import load_tokenizer
 from roll.lab.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, write_data
 from roll.lab.rehearse.inputs import longest_messages, make_inputs
-from roll.lab.rehearse.model import find_model, find_tokenizer, stand_in_tokenizer, write_model
+from roll.lab.rehearse.model import find_tokenizer, recipe_model, stand_in_tokenizer, write_model
 from roll.lab.rehearse.shrink import shrink
 from roll.models.families.registry import family_named
 from roll.models.families.shape import read_model_shape
@@ -46,19 +46,19 @@ def test_the_architecture_is_known_from_the_name(
     name: str, architecture: str, tied: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the demo makes a model of one of these names
-    source = find_model(name)
+    source = recipe_model(name)
     assert (source.family.architecture, source.settings.get("tie_word_embeddings")) == (architecture, tied)
 
 
 def test_a_config_on_this_machine_decides() -> None:
-    source = find_model(MODEL)
+    source = recipe_model(MODEL)
     assert source.basis == "its config.json" and source.settings["num_hidden_layers"] == 28
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_a_stand_in_tokenizer_works_with_every_template_after_saving(family: str, tmp_path: Path) -> None:
     name = {"qwen2": "Qwen2.5-7B", "qwen3": "Qwen3-8B", "llama": "Llama-3.1-8B"}[family]
-    source = find_model(name)
+    source = recipe_model(name)
     made = stand_in_tokenizer(family_named(family), ["</answer>"])
     folder = write_model(source, made, tmp_path / "model", seed=0)
     shape = read_model_shape(folder)
@@ -73,13 +73,13 @@ def test_a_stand_in_tokenizer_works_with_every_template_after_saving(family: str
 
 
 def test_the_tokenizer_of_a_local_model_is_kept(tiny_model_dir: Path) -> None:
-    tokenizer, why = find_tokenizer(find_model(str(tiny_model_dir)), [])
+    tokenizer, why = find_tokenizer(recipe_model(str(tiny_model_dir)), [])
     assert why == "" and len(tokenizer) == len(load_tokenizer(str(tiny_model_dir)))
 
 
 def test_a_stand_in_says_why(tmp_path: Path) -> None:
-    assert "is not on this machine" in find_tokenizer(find_model("Qwen/Qwen2.5-7B"), [])[1]
-    assert "has no tokenizer" in find_tokenizer(find_model(MODEL), [])[1]
+    assert "is not on this machine" in find_tokenizer(recipe_model("Qwen/Qwen2.5-7B"), [])[1]
+    assert "has no tokenizer" in find_tokenizer(recipe_model(MODEL), [])[1]
 
 
 def test_first_short_rows_are_chosen_and_one_of_every_kind() -> None:

@@ -9,7 +9,7 @@ import pytest
 from roll.tools.ablate.grid import Trial
 from roll.tools.ablate.report import (
     TrialResult,
-    aggregate,
+    aggregate_trials,
     area_under_curve,
     markdown_report,
     mean_std,
@@ -60,7 +60,7 @@ def test_mean_and_deviation_over_seeds():
 
 def test_only_finished_trials_count():
     failed = summarize_trial(Trial("tis", 2.0, 3), "failed", metric_lines(0.9), cause="exit code 1\nout of memory")
-    (line,) = aggregate([result(1, 0.2), result(2, 0.4), failed])
+    (line,) = aggregate_trials([result(1, 0.2), result(2, 0.4), failed])
     assert (line.finished, line.seeds) == (2, 3)
     assert line.measures["final_score"].mean == pytest.approx(0.3)
 

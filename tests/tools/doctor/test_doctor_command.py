@@ -9,7 +9,7 @@ import pytest
 
 from roll.base.terminal import make_console
 from roll.cli import main
-from roll.tools.doctor.command import as_dict, speed_table, summary
+from roll.tools.doctor.command import speed_table, speeds_as_dict, summary
 from roll.tools.doctor.comparison import RankSpeeds, slow_speeds
 from tests.configs.samples import SFT, write
 
@@ -50,6 +50,6 @@ def test_the_table_marks_slow_speeds_and_the_last_line_names_the_node() -> None:
 
 
 def test_json_has_the_speeds_and_the_slow_nodes() -> None:
-    found = as_dict(RANKS, 30.0, 0.8)
+    found = speeds_as_dict(RANKS, 30.0, 0.8)
     assert found["slow_nodes"] == [1] and found["ranks"][1]["slow"] == ["matmul"]
     assert found["median"] == {"matmul": 700.0, "across_nodes": 40.0}

@@ -12,7 +12,7 @@ from roll.configs.agentic import SampleBy
 from roll.rollout.types import Group
 from roll.tools.show.command import token_numbers
 from roll.tools.show.formatting import sanitize, sanitize_line, sanitize_short, shorten
-from roll.tools.show.layout import CHANGED, is_map, map_text, step_view
+from roll.tools.show.layout import CHANGED_STYLE, is_map, map_text, step_view
 from roll.tools.show.samples import SampleGroup, read_groups
 from tests.tools.show.dumped_runs import RIGHT, START, agentic_run, lake_groups, trajectory
 
@@ -124,7 +124,7 @@ def test_map_has_rows_of_equal_length(text: str, expected: bool) -> None:
 
 def test_changed_cells_are_highlighted() -> None:
     def changed(text: Text) -> list[int]:
-        return [span.start for span in text.spans if span.style == CHANGED]
+        return [span.start for span in text.spans if span.style == CHANGED_STYLE]
 
     assert changed(map_text(RIGHT, START)) == [0, 1]
     assert changed(map_text(START, "____\n____")) == []
