@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roll.compat.rules import PIPELINES_WITH_RULES
 from roll.compat.translate import MOVED, RENAMED, RULES, VALUES
 from roll.compat.verl import VERL_KEYS
-from roll.configs.reference import markdown_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "other_spellings.md"
 """The generated page."""
@@ -30,11 +29,15 @@ def render_spellings() -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            "## Other spellings\n\n" + markdown_table(("in other recipes", "here"), _spellings()),
+            "## Other spellings\n\n" + _rows(("in other recipes", "here"), _spellings()),
             "## Keys without a counterpart\n\nA value that changes nothing is a warning, any other an error.\n\n"
-            + markdown_table(("key", "reason"), rules),
+            + _rows(("key", "reason"), rules),
         ]
     )
+
+
+def _rows(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"| {left} | {right} |\n" for left, right in (head, ("---", "---"), *rows))
 
 
 def _only(pipelines: tuple[str, ...]) -> str:

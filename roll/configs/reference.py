@@ -55,17 +55,17 @@ def render() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION]
     for title, keys in _groups().items():
-        parts.append(f"## {title}\n\n" + markdown_table(("key", "type", "default", "meaning"), map(_row, keys)))
+        parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
     parts.append(
         "## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. wandb, swanlab and mlflow are "
         "installed separately (`pip install wandb`, `swanlab` or `mlflow-skinny`) and run in processes of their own: a "
         "server that does not answer is warned about once and delays nothing. Their local files are in "
-        "`output_dir`.\n\n" + markdown_table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
+        "`output_dir`.\n\n" + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
     )
-    parts.append("## Names\n\n" + markdown_table(("key", "known"), _names()))
+    parts.append("## Names\n\n" + _table(("key", "known"), _names()))
     parts.append(
         "## Options of SGLang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
-        "name, except the options that other keys set:\n\n" + markdown_table(("option", "instead"), OWNED.items())
+        "name, except the options that other keys set:\n\n" + _table(("option", "instead"), OWNED.items())
     )
     return "\n".join(parts)
 
@@ -121,8 +121,7 @@ def _names() -> Iterator[tuple[str, str]]:
     yield "`architectures` of the model's config.json", ", ".join(architectures())
 
 
-def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A table whose cells may have bars."""
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(re.sub(r"\|", r"\\|", cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
