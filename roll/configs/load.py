@@ -130,11 +130,7 @@ def build_config(
     tree, role_notes, role_problems = drop_keys_of_other_roles(tree, root)
     converter = Converter(suggest_for(root, PIPELINES | {kind: root}, FOREIGN), overridden)
     config = converter.overlay(tree, root())
-    for name, options in TRACKER_OPTIONS.items():
-        if name in config.tracker_kwargs:
-            given = config.tracker_kwargs[name]
-            checked = converter.overlay(given, options(), f"tracker_kwargs.{name}")
-            config.tracker_kwargs[name] = {key: getattr(checked, key) for key in given if hasattr(checked, key)}
+    _read_tracker_options(config, converter)
     problems += tracker_problems + role_problems
     reasons = dict(unset)
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
@@ -147,6 +143,14 @@ def build_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _read_tracker_options(config: AnyConfig, converter: Converter) -> None:
+    for name, options in TRACKER_OPTIONS.items():
+        if name in config.tracker_kwargs:
+            given = config.tracker_kwargs[name]
+            checked = converter.overlay(given, options(), f"tracker_kwargs.{name}")
+            config.tracker_kwargs[name] = {key: getattr(checked, key) for key in given if hasattr(checked, key)}
 
 
 def _load_modules(value: Any, source: str) -> None:
