@@ -133,9 +133,10 @@ def _measure_rank(
     """Busy seconds [steps][ranks] and seconds of each step [steps] with each plan; medians of the repeats."""
     import torch.distributed as dist
 
+    from roll.configs.arguments import TrainingArguments, TrainModelArguments
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
-    from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments, TrainingArguments, TrainModelArguments
+    from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
     from roll.pipeline.learning.shards import sample_lengths, training_plans, training_shards
     from roll.platforms import get_platform
 

@@ -40,8 +40,9 @@ def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int,
     import torch
     from transformers import AutoModelForCausalLM
 
+    from roll.configs.arguments import TrainModelArguments
     from roll.configs.pipeline import SFTConfig
-    from roll.configs.roles import ActorTrainConfig, TrainModelArguments
+    from roll.configs.roles import ActorTrainConfig
     from roll.datasets.batch import DataProto
     from roll.distributed.process_groups import hold_port
     from roll.distributed.train.megatron_strategy import MegatronInferStrategy

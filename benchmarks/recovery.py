@@ -60,14 +60,9 @@ class World:
 @contextmanager
 def engines(folder: Path, count: int) -> Iterator[World]:
     """Running clusters; the cold start is timed from the start of the engines' processes."""
+    from roll.configs.arguments import ModelArguments, TrainModelArguments
     from roll.configs.pipeline import RLVRConfig
-    from roll.configs.roles import (
-        ActorInferConfig,
-        ActorTrainConfig,
-        ModelArguments,
-        SGLangArguments,
-        TrainModelArguments,
-    )
+    from roll.configs.roles import ActorInferConfig, ActorTrainConfig, SGLangArguments
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.ray_session import start_ray, stop_ray

@@ -16,7 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.common import Measurement, at_least, at_most, main
-from roll.configs.rewards import BUILT_IN, RewardConfig
+from roll.configs.built_in_rewards import BUILT_IN
+from roll.configs.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
 

@@ -184,14 +184,10 @@ def _megatron_steps(
     layout: ParallelLayout, rank: int, folder: Path, work: Work
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """The same step through the Megatron strategy, with padded and with packed samples."""
+    from roll.configs.arguments import TrainingArguments, TrainModelArguments
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
-    from roll.configs.roles import (
-        ActorTrainConfig,
-        MegatronTrainArguments,
-        TrainingArguments,
-        TrainModelArguments,
-    )
+    from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
     from roll.datasets.batch import DataProto
     from roll.platforms import get_platform
 

@@ -140,16 +140,15 @@ async def _await(call: Any) -> Any:
 @contextmanager
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
+    from roll.configs.arguments import ModelArguments, TrainModelArguments
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import RLVRConfig
     from roll.configs.roles import (
         ActorInferConfig,
         ActorTrainConfig,
         MegatronTrainArguments,
-        ModelArguments,
         RoleConfig,
         SGLangArguments,
-        TrainModelArguments,
     )
     from roll.distributed.cluster import Cluster
     from roll.distributed.infer.infer_worker import InferWorker

@@ -125,10 +125,12 @@ def plan(
 ) -> int:
     """Prints the plan of a run; exit code 1 if it cannot run here and is not `elsewhere`, or exceeds `device_gib`."""
     from roll.configs.load import load_config
-    from roll.configs.plan import fits_devices, make_plan, print_plan
+    from roll.envs.registry import try_environment
     from roll.plan.inputs import look_up
+    from roll.plan.plan import fits_devices, make_plan
+    from roll.plan.show import print_plan
 
-    loaded = load_config(config, overrides)
+    loaded = load_config(config, overrides, try_environment=try_environment)
     found = look_up(loaded, _say)
     inputs = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
     made = make_plan(loaded, hub=found)
@@ -158,13 +160,14 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
     with handle_interrupt(interrupt), handle_interrupt(interrupt, *TERMINATION), contextlib.ExitStack() as held:
         log_to_console()
         logger.info("reading %s", config)
-        from roll.configs.hardware import prepare_run
         from roll.configs.load import load_config
+        from roll.envs.registry import try_environment
         from roll.pipeline.checkpoint import finished_run
         from roll.pipeline.health import HealthFile, lock_folders
+        from roll.plan.hardware import prepare_run
         from roll.plan.inputs import fetch_inputs, look_up
 
-        loaded = load_config(config, overrides, pipeline)
+        loaded = load_config(config, overrides, pipeline, try_environment)
         problems = look_up(loaded).problems
         if problems:
             raise ConfigError(problems, loaded.source.file)

@@ -26,16 +26,10 @@ from typing import Any
 
 import torch
 
+from roll.configs.arguments import ModelArguments, TrainingArguments, TrainModelArguments
 from roll.configs.defaults import fill_in_defaults
-from roll.configs.memory import memory_plans
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.roles import (
-    ActorInferConfig,
-    ActorTrainConfig,
-    ModelArguments,
-    TrainingArguments,
-    TrainModelArguments,
-)
+from roll.configs.roles import ActorInferConfig, ActorTrainConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.datasets.micro_batches import plan_optimizer_steps
@@ -50,6 +44,7 @@ from roll.distributed.worker import WorkerRank
 from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs
 from roll.pipeline.learning.shards import LOG_PROB_KEYS, sample_lengths, training_shards
+from roll.plan.memory import memory_plans
 from roll.platforms import get_platform
 from roll.platforms.cpu import shared_memory
 from scripts.gpu_table import LOSS_BOUNDS, Dtype, GpuTable, Platform, make_parser

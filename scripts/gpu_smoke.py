@@ -17,18 +17,11 @@ from typing import Any
 
 import torch
 
+from roll.configs.arguments import ModelArguments, TrainingArguments, TrainModelArguments
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.megatron import MegatronTrainConfig
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.roles import (
-    ActorInferConfig,
-    ActorTrainConfig,
-    MegatronTrainArguments,
-    ModelArguments,
-    SGLangArguments,
-    TrainingArguments,
-    TrainModelArguments,
-)
+from roll.configs.roles import ActorInferConfig, ActorTrainConfig, MegatronTrainArguments, SGLangArguments
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster

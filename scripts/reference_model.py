@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from roll.configs.roles import TORCH_DTYPES
+from roll.configs.arguments import TORCH_DTYPES
 from roll.datasets.batch import DataProto
 from roll.hub.names import CONFIG_NAME, WEIGHT_FILE
 

@@ -12,7 +12,7 @@ import pytest
 from roll import __version__
 from roll.base.errors import ConfigError, similar_path
 from roll.cli import find_config, launch, main
-from roll.configs.hardware import Hardware, prepare_run
+from roll.plan.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll.configs.check import check
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rules import check
 from roll.datasets.prompts import load_prompts
 from roll.envs import make_env
 from roll.rewards.calling import RewardRequest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from roll.configs.roles import TrainingArguments
+from roll.configs.arguments import TrainingArguments
 
 
 @dataclass(frozen=True)

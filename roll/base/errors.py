@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -73,6 +74,7 @@ class ConfigError(ValueError):
         super().__init__(head + "\n".join(str(problem) for problem in self.problems))
 
 
+@dataclass
 class Report:
     """Findings of the rules about one configuration.
 
@@ -80,16 +82,21 @@ class Report:
     stop a run but not a plan. Warnings stop nothing.
     """
 
-    def __init__(self) -> None:
-        self.errors: list[Problem] = []
-        self.warnings: list[Problem] = []
-        self.missing: list[Problem] = []
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    missing: list[Problem] = field(default_factory=list)
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Adds what checks yield."""
         add = {"error": self.error, "warning": self.warn, "missing": self.missing_resource}
         for each in findings:
             add[each.kind](each.path, each.message)
+
+    def include(self, other: Report) -> None:
+        """Adds the findings of another report."""
+        self.errors += [problem for problem in other.errors if problem not in self.errors]
+        self.warnings += other.warnings
+        self.missing += other.missing
 
     def error(self, path: str, message: str) -> None:
         """Adds a problem that stops planning and running."""
@@ -99,10 +106,6 @@ class Report:
     def warn(self, path: str, message: str) -> None:
         """Adds a remark about something that runs, but perhaps not as intended."""
         self.warnings.append(Problem(path, message))
-
-    def unused(self, path: str, message: str, is_error: bool) -> None:
-        """Adds a key without effect."""
-        (self.error if is_error else self.warn)(path, message)
 
     def missing_resource(self, path: str, message: str) -> None:
         """Adds a problem that stops a run on this machine, but not a plan."""
@@ -140,6 +143,21 @@ def unreachable(path: str | Path) -> str | None:
     return None if os.access(path, needed) else os.strerror(errno.EACCES)
 
 
+def obstacle(folder: Path) -> str | None:
+    """Why a folder cannot be made or written; None if it can."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path) or path == path.parent)
+    if not there.is_dir():
+        return f"cannot be a folder, since {there} is a file"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be written, since this user has no access to {there}"
+    if there.resolve().parts[1:2] in (("proc",), ("sys",)):
+        return f"cannot be made, since {there} belongs to the kernel"
+    for path in (folder, *(there / name for name in folder.relative_to(there).parts)):
+        if (why := unreachable(path)) is not None:
+            return f"cannot be used, since {reprlib.repr(path.name)} cannot be reached: {why}"
+    return None
+
+
 GIT_LFS_POINTER = b"version https://git-lfs"
 """Beginning of the small text file that git leaves where git-lfs is not installed."""
 
@@ -149,13 +167,3 @@ def git_lfs_pointer(file: Path) -> str | None:
     with file.open("rb") as opened:
         is_pointer = opened.read(len(GIT_LFS_POINTER)) == GIT_LFS_POINTER
     return "is a git-lfs pointer, not the file itself; run git lfs pull" if is_pointer else None
-
-
-def gibibytes(count: int) -> str:
-    """Bytes as text, in MiB below 1 GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def either(values: Sequence[int]) -> str:
-    """Numbers as `1, 2 or 4`, for messages."""
-    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])

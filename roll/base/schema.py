@@ -13,12 +13,15 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
-from roll.base.errors import Problem
+from roll.base.errors import Finding, Problem, Report, error, warning
 
 Instance = TypeVar("Instance")
 
 Tree = dict[str, Any]
 """A configuration as nested plain mappings."""
+
+YEAR_S = 366 * 86400.0
+"""Longest time in seconds that is accepted; far longer ones overflow in the clocks of threads and sockets."""
 
 SECTION = "a section of `key: value` lines"
 """Description of a value that contains keys."""
@@ -106,22 +109,6 @@ def one_or_many(value: Any) -> Any:
 def time_text(value: Any) -> str | None:
     """A time as ISO 8601 text; YAML reads some spellings as times."""
     return None if value is None else datetime.fromisoformat(str(value)).isoformat()
-
-
-def environment(value: Any) -> Any:
-    """Environment variables with numbers converted to text; a bool is refused because its spelling is ambiguous.
-
-    Raises:
-        ValueError: a value is a bool, a list or a mapping, or the system accepts no such name or value.
-    """
-    if not isinstance(value, dict):
-        return value
-    for name, item in value.items():
-        if not str(name) or "=" in str(name) or "\0" in f"{name}{item}":
-            raise ValueError(f"{name!r} cannot be the name of an environment variable, or {item!r} its value")
-        if isinstance(item, bool) or not isinstance(item, str | int | float):
-            raise ValueError(f"{name} is {item!r}; write the text of the variable in quotes, such as '1'")
-    return {str(name): str(item) for name, item in value.items()}
 
 
 @dataclass(frozen=True)
@@ -393,3 +380,30 @@ class Converter:
 
     def _add(self, path: str, message: str) -> None:
         self.problems.append(Problem(path, message))
+
+
+@dataclass
+class Source:
+    """Where a configuration came from.
+
+    Attributes:
+        file: the YAML file.
+        given: paths of the keys that the file or an override sets.
+        overridden: paths of the keys that an override sets.
+        notes: path and message of each remark of loading.
+        report: the findings about its keys.
+        tree: the values of `given` in nested mappings, interpolated and in the spelling used here; it loads as the same
+            configuration.
+    """
+
+    file: str = ""
+    given: list[str] = field(default_factory=list)
+    overridden: list[str] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    report: Report = field(default_factory=Report)
+    tree: dict[str, Any] = field(default_factory=dict)
+
+    def unused(self, path: str, message: str, causes: Sequence[str], is_error: bool = True) -> Finding:
+        """A key without effect: an error, unless it has none only because an override changed one of `causes`."""
+        by_override = path not in self.overridden and any(cause in self.overridden for cause in causes)
+        return (error if is_error and not by_override else warning)(path, message)

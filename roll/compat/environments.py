@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roll.base.schema import Tree
-from roll.configs.agentic import SYSTEM_TEMPLATE, TURN_TEMPLATE
+from roll.configs.environments import SYSTEM_TEMPLATE, TURN_TEMPLATE
 
 CLASSES = {"traj_envs": "TrajEnvManager", "step_envs": "StepEnvManager"}
 """Name of a base file -> class of its environment managers."""

@@ -1,8 +1,5 @@
-"""The configuration of a run: dataclasses of keys, loading, rules between keys, and the plan of a run.
+"""The configuration of a run: the keys of each subject with their checks, and loading.
 
-`pipeline`, `agentic`, `roles`, `policy` and `asynchronous` declare the keys; `load` reads a file, with `compat` for the
-spellings of other frameworks; `rules` checks it; `plan` and `memory` predict what it needs.
-
-Imports only the standard library, the YAML stack and rich, so that `roll plan` works without torch. For agents, `rules`
-imports `roll.envs` by name to check the options of environments.
+A file declares the keys of a subject and yields what is wrong with them; `check` puts the subjects together. `load`
+reads a file, with `compat` for the spellings of other frameworks. Imports only the standard library and the YAML stack.
 """

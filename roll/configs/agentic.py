@@ -1,117 +1,19 @@
-"""Reinforcement learning of agents: environments, their messages, trajectories and the rewards of turns."""
+"""Reinforcement learning of agents: trajectories, their batches and the rewards of turns."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from string import Formatter
 from typing import Any, Literal
 
-from roll.base.schema import Condition, one_or_many, option
+from roll.base.errors import Finding, error, warning
+from roll.base.schema import Condition, option
 from roll.configs.advantages import TURN_ESTIMATORS, estimators
 from roll.configs.asynchronous import exact_ratio
+from roll.configs.environments import CustomEnvConfig, EnvManagerConfig, SampleBy, check_manager
 from roll.configs.pipeline import VALIDATES, RLConfig
 from roll.configs.policy import traits_of
-
-SYSTEM_FIELDS = ("env_instruction",)
-"""Fields of `agent_system_template`, the system message of a trajectory; other braces in it are text."""
-
-TURN_FIELDS = ("turn_idx", "observation", "actions_left", "max_response_length", "env_instruction")
-"""Fields of `agent_template`, the message of every turn."""
-
-STEP_FIELDS = ("current_observation", "current_step", "step_count", "history", "history_length", "suffix")
-"""Fields that templates of ROLL have for single turns. Here earlier turns are messages of their own, so `history` says
-that they are above, `history_length` and `step_count` are their number, and `suffix` is empty."""
-
-OBSERVATIONS = ("observation", "current_observation")
-
-SYSTEM_TEMPLATE = "You act in an environment, one action per turn, and want the highest total reward."
-"""Default of `agent_system_template`."""
-
-TURN_TEMPLATE = """Turn {turn_idx}:
-{observation}
-Actions left: {actions_left}. Think briefly, then give one action, in at most {max_response_length} tokens."""
-"""Default of `agent_template`. `turn_idx` counts from 1."""
-
-
-HISTORY = "the messages above"
-"""Text of the field `history`: earlier turns are part of the conversation and are not repeated."""
-
-
-def first_messages(
-    system: str, template: str, instruction: str, observation: str, actions: int, tokens: int
-) -> list[dict[str, str]]:
-    """The messages before the first action; the instruction comes first, unless a template has a field for it.
-
-    A trajectory has at most `actions` answers of at most `tokens` tokens; `system` is empty for no system message.
-    """
-    text = turn_message(template, 0, observation, actions, tokens, instruction)
-    if not any("{env_instruction}" in each for each in (system, template)):
-        text = f"{instruction}\n{text}"
-    before = [{"role": "system", "content": system.replace("{env_instruction}", instruction)}] if system else []
-    return [*before, {"role": "user", "content": text}]
-
-
-def turn_message(template: str, turn: int, observation: str, actions: int, tokens: int, instruction: str = "") -> str:
-    """The message before action number `turn`, from 0; other arguments as in `first_messages`."""
-    fields: dict[str, Any] = {
-        "turn_idx": turn + 1,
-        "observation": observation,
-        "actions_left": actions - turn,
-        "max_response_length": tokens,
-        "env_instruction": instruction,
-        "current_observation": observation,
-        "current_step": turn + 1,
-        "step_count": turn,
-        "history": HISTORY if turn else "",
-        "history_length": turn,
-        "suffix": "",
-    }
-    return template.format(**fields)
-
-
-def system_template(text: Any) -> Any:
-    """An `agent_system_template`: everything but its field is sent as it is, braces too.
-
-    Raises:
-        ValueError: it has a field of `agent_template`.
-    """
-    for name in re.findall(r"\{(\w+)\}", text) if isinstance(text, str) else []:
-        if name in TURN_FIELDS + STEP_FIELDS and name not in SYSTEM_FIELDS:
-            raise ValueError(f"{{{name}}} is not a field; known: {{{SYSTEM_FIELDS[0]}}}; write it in agent_template")
-    return text
-
-
-def turn_template(text: Any) -> Any:
-    """An `agent_template` whose fields are checked; a value of another type is returned unchanged.
-
-    Raises:
-        ValueError: a field is unknown, braces do not match, or the observation is missing.
-    """
-    if isinstance(text, str) and not set(OBSERVATIONS) & set(fields_of(text, TURN_FIELDS + STEP_FIELDS)):
-        raise ValueError("does not contain {observation}, so the model would see nothing of the environment; add it")
-    return text
-
-
-def fields_of(text: str, known: tuple[str, ...]) -> list[str]:
-    """Names of the fields of a template.
-
-    Raises:
-        ValueError: one is not in `known`, or braces do not match.
-    """
-    literal = "write {{ and }} for literal braces"
-    try:
-        names = [name for _, name, _, _ in Formatter().parse(text) if name is not None]
-    except ValueError as error:
-        raise ValueError(f"braces do not match ({error}); {literal}") from None
-    for name in names:
-        if name not in known:
-            own = ", ".join(f"{{{one}}}" for one in known if one not in STEP_FIELDS)
-            raise ValueError(f"{{{name}}} is not a field; known: {own}; {literal}")
-    return names
-
 
 GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it")
 
@@ -196,12 +98,6 @@ class AgenticOptions:
     )
 
 
-SampleBy = Literal["traj", "step"]
-"""One training sample is a whole trajectory or one turn of it."""
-
-MANAGERS = {"TrajEnvManager": "traj", "StepEnvManager": "step", "StepConcatEnvManager": "step"}
-"""Classes in recipes of ROLL -> value of `sample_by`."""
-
 ADJUSTMENTS = {
     "copy": "a copied sample would be trained on twice",
     "delete": "a deleted one would be wasted",
@@ -209,21 +105,6 @@ ADJUSTMENTS = {
     "auto": "a copied sample would be trained on twice, a deleted one wasted",
 }
 """Values of `batch_adjust_mode` in ROLL -> why they are not available."""
-
-
-def env_manager(value: Any) -> Any:
-    """`traj` or `step`, also for the class path of a recipe of ROLL.
-
-    Raises:
-        ValueError: another class.
-    """
-    if not isinstance(value, str) or value in MANAGERS.values():
-        return value
-    name = value.rpartition(".")[2]
-    if name not in MANAGERS:
-        known = ", ".join([*dict.fromkeys(MANAGERS.values()), *(f"...{cls}" for cls in MANAGERS)])
-        raise ValueError(f"{value!r} is not available; known: {known}")
-    return MANAGERS[name]
 
 
 def batch_adjustment(value: Any) -> Any:
@@ -235,77 +116,6 @@ def batch_adjustment(value: Any) -> Any:
     if isinstance(value, str) and value in ADJUSTMENTS:
         raise ValueError(f"{value} is not available: {ADJUSTMENTS[value]}; leave it out, and batches are padded")
     return value
-
-
-@dataclass
-class CustomEnvConfig:
-    """One kind of environment and the messages the model gets about it."""
-
-    env_type: str = option(
-        "frozen_lake", "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`."
-    )
-    env_config: dict[str, Any] = option(factory=dict, help="Options of the environment.")
-    max_steps: int | None = option(
-        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", ge=1
-    )
-    max_tokens_per_step: int | None = option(
-        None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
-    )
-    agent_system_template: str | None = option(
-        SYSTEM_TEMPLATE,
-        "System message, null for none; {env_instruction} is replaced, other braces are text.",
-        parse=system_template,
-    )
-    agent_template: str = option(
-        TURN_TEMPLATE,
-        "Message of every turn, with the fields {turn_idx} (from 1), {observation}, {actions_left}, "
-        "{max_response_length} and {env_instruction}, which is empty after the first turn. Where neither template has "
-        "{env_instruction}, the first turn begins with it. Fields of ROLL's templates for single turns are read too.",
-        parse=turn_template,
-    )
-    env_manager_cls: SampleBy | None = option(
-        None, "traj or step, the same for all entries; default: the pipeline's sample_by.", parse=env_manager
-    )
-
-
-@dataclass
-class EnvManagerConfig:
-    """Which environments run, how many at a time, and in how many processes.
-
-    A group is `group_size` trajectories of one task: the same environment, the same options, the same seed.
-    """
-
-    num_env_groups: int | None = option(
-        None,
-        "Groups whose environments run at a time; default: the sum of num_groups_partition, or those of 1 + "
-        "async_generation_ratio batches, at most 4, and of one validation.",
-        ge=1,
-    )
-    group_size: int = option(8, "Trajectories of one task; in val_env_manager the default is 1.", ge=1)
-    group_size_redundancy: int = option(
-        0, "Extra environments per group, which is complete when group_size of them have finished; 0 is off.", ge=0
-    )
-    tags: list[str] = option(
-        factory=list,
-        parse=one_or_many,
-        help="Names in custom_envs that are used; a single one is a list of one; empty: all.",
-    )
-    num_groups_partition: list[int] = option(
-        factory=list, help="How many of num_env_groups each of `tags` gets; empty: equal parts."
-    )
-    max_env_num_per_worker: int = option(16, "Environments of one process; 0: all in one.", ge=0)
-    max_traj_per_env: Literal[-1] = option(
-        -1, "Trajectories of one environment, one after the other: only -1, as many as the batches need."
-    )
-
-    @property
-    def environments(self) -> int:
-        """Number of environments that run at a time."""
-        return (self.num_env_groups or 1) * (self.group_size + self.group_size_redundancy)
-
-    @property
-    def processes(self) -> int:
-        return -(-self.environments // (self.max_env_num_per_worker or self.environments))
 
 
 def _some_entry_lacks(*keys: str) -> Condition:
@@ -345,6 +155,7 @@ class AgenticConfig(AgenticOptions, RLConfig):
         10,
         "Actions of one trajectory in environments without max_steps.",
         ge=1,
+        usual=(1, 1e4),
         only_for=_some_entry_lacks("max_steps", "env_config.max_steps"),
     )
     max_tokens_per_step: int | None = option(
@@ -399,3 +210,132 @@ class AgenticConfig(AgenticOptions, RLConfig):
     def tags_of(self, manager: EnvManagerConfig) -> list[str]:
         """The tags of a manager that exist in custom_envs."""
         return [tag for tag in manager.tags or self.custom_envs if tag in self.custom_envs]
+
+
+def check_agentic(config: AgenticConfig) -> Iterator[Finding]:
+    """Batches are whole groups, trajectories have room for their turns, deadlines and messages are consistent."""
+    yield from _check_groups(config)
+    yield from _check_lengths(config)
+    yield from _check_deadlines(config)
+    yield from _check_template(config)
+    yield from _check_learning_rate(config)
+
+
+def _check_groups(config: AgenticConfig) -> Iterator[Finding]:
+    """Batches are whole groups, tags exist, and their shares add up; for validation too if there is one."""
+    batches = {"train_env_manager": ("rollout_batch_size", config.rollout_batch_size)}
+    if config.eval_steps:
+        batches["val_env_manager"] = ("val_batch_size", config.val_batch_size or 0)
+    for name, batch in batches.items():
+        yield from check_manager(name, getattr(config, name), batch, config.custom_envs)
+    yield from _check_unused(config)
+    yield from _check_ahead(config)
+    yield from _check_greedy(config)
+
+
+def _check_unused(config: AgenticConfig) -> Iterator[Finding]:
+    used = {*config.train_env_manager.tags, *(config.val_env_manager.tags if config.eval_steps else [])}
+    for tag in config.custom_envs:
+        if tag not in used:
+            yield warning(f"custom_envs.{tag}", "has no effect: no env_manager has it in its tags")
+
+
+def _check_ahead(config: AgenticConfig) -> Iterator[Finding]:
+    limits = {"train_env_manager": (config.groups_admitted, "async_generation_ratio and rollout_batch_size admit")}
+    if config.eval_steps and config.val_batch_size:
+        limits["val_env_manager"] = (config.val_batch_size // config.val_env_manager.group_size, "val_batch_size has")
+    for name, (limit, why) in limits.items():
+        groups = getattr(config, name).num_env_groups
+        if groups > max(limit, 1):
+            yield warning(f"{name}.num_env_groups", f"{groups} groups never run at a time: {why} {limit}; use that")
+
+
+def _check_greedy(config: AgenticConfig) -> Iterator[Finding]:
+    group = config.val_env_manager.group_size
+    if config.eval_steps and group > 1 and config.validation.generating_args.temperature == 0:
+        yield warning(
+            "val_env_manager.group_size",
+            f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; "
+            "use 1",
+        )
+
+
+def _check_lengths(config: AgenticConfig) -> Iterator[Finding]:
+    """Each limit of a turn is checked once, at the key that sets it, for the entry with the most turns."""
+    given, sampling = set(config.source.given), "actor_infer.generating_args.max_new_tokens"
+    common = "max_tokens_per_step" if "max_tokens_per_step" in given else sampling
+    turns: dict[tuple[str, int], int] = {}
+    for tag, entry in config.custom_envs.items():
+        own = f"custom_envs.{tag}.max_tokens_per_step"
+        limit = (own if own in given else common, entry.max_tokens_per_step or 0)
+        turns[limit] = max(turns.get(limit, 1), entry.max_steps or 1)
+    for (path, tokens), most in turns.items():
+        yield from _check_turns(path, tokens, most, config)
+    for role in ("actor_infer", "validation"):
+        path, longest = f"{role}.generating_args.max_new_tokens", getattr(config, role).generating_args.max_new_tokens
+        if path in given and longest > (config.response_length or 0):
+            yield warning(
+                path, f"{longest} is never reached: max_tokens_per_step ends turns at {config.response_length}"
+            )
+
+
+def _check_turns(path: str, tokens: int, turns: int, config: AgenticConfig) -> Iterator[Finding]:
+    whole, longest = config.sequence_length or 0, config.actor_infer.generating_args.max_new_tokens or 0
+    if tokens >= whole:
+        yield error(
+            path,
+            f"{tokens} tokens for one turn leave no room for an observation in sequence_length {whole}; use less, such "
+            f"as {max(1, whole // (2 * turns))}",
+        )
+    elif tokens > longest:
+        yield warning(
+            path, f"{tokens} is never reached: actor_infer.generating_args.max_new_tokens ends turns at {longest}"
+        )
+    elif turns * tokens >= whole:
+        yield warning(
+            path,
+            f"{turns} turns of up to {tokens} tokens fill sequence_length {whole} without any observation: long "
+            "trajectories are cut there",
+        )
+
+
+def _check_deadlines(config: AgenticConfig) -> Iterator[Finding]:
+    whole = config.trajectory_timeout_s
+    parts = {
+        "env_step_timeout_s": config.env_step_timeout_s,
+        "actor_infer.generation_timeout_s": config.actor_infer.generation_timeout_s,
+    }
+    for path, part in parts.items():
+        if part > whole:
+            yield error(
+                path, f"{part:g} is never reached: trajectory_timeout_s {whole:g} ends it first; use at most that"
+            )
+    deadline = config.async_training.batch_deadline_s
+    if deadline < whole:
+        yield warning(
+            "async_training.batch_deadline_s",
+            f"{deadline:g} ends the run before a trajectory that hangs has failed, at trajectory_timeout_s {whole:g}; "
+            "use more than that",
+        )
+
+
+def _check_template(config: AgenticConfig) -> Iterator[Finding]:
+    if config.actor_train.data_args.template == "none":
+        yield error(
+            "actor_train.data_args.template",
+            "none cannot separate the messages of a trajectory; use native, or a chat template by name",
+        )
+    for key in ("template", "template_kwargs"):
+        path, used = f"validation.data_args.{key}", getattr(config.actor_train.data_args, key)
+        if path in config.source.given and getattr(config.validation.data_args, key) != used:
+            yield error(path, f"has no effect: training and validation both use actor_train.data_args.{key} {used}")
+
+
+def _check_learning_rate(config: AgenticConfig) -> Iterator[Finding]:
+    kind = config.actor_train.training_args.lr_scheduler_type
+    if config.sample_by == "step" and kind != "constant":
+        yield warning(
+            "actor_train.training_args.lr_scheduler_type",
+            f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it "
+            "unfinished",
+        )

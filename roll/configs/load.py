@@ -12,16 +12,18 @@ from typing import Any
 
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Converter, Tree, declared, known_keys, one_or_many, value_at
+from roll.base.schema import Converter, Source, Tree, declared, known_keys, one_or_many, value_at
+from roll.base.text import nearest
 from roll.compat.capabilities import missing_capabilities
 from roll.compat.names import NAMES, SHORT_NAMES, VALUE_HINTS
 from roll.compat.roll_recipes import PAIR_KEYS
 from roll.compat.translate import MOVED, SPELLINGS, translate
 from roll.configs.agentic import AgenticConfig
+from roll.configs.check import check, check_keys
 from roll.configs.defaults import fill_in_defaults
-from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig, Source
-from roll.configs.rules import check
-from roll.configs.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, nearest, suggest_for
+from roll.configs.environments import TryEnvironment
+from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig
+from roll.configs.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.user_code import failure_text
 from roll.configs.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
@@ -61,7 +63,12 @@ NAMED = ("rewards", "custom_envs")
 """Sections whose entries have names of the user; null takes an entry of a base file out."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str | None = None) -> AnyConfig:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    pipeline: str | None = None,
+    try_environment: TryEnvironment | None = None,
+) -> AnyConfig:
     """The complete configuration of one run: interpolated, defaults filled in, every rule checked.
 
     Models and datasets need not be on this machine.
@@ -71,6 +78,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
         overrides: `a.b=value`, values in YAML.
         pipeline: the pipeline that the file must be for; None takes its key `pipeline`, else the pipeline its other
             keys belong to, else rlvr.
+        try_environment: creates an environment of `custom_envs` to check its options, which are not checked without.
 
     Raises:
         ConfigError: with every unknown key, wrong type and value out of bounds; if there are none, with every broken
@@ -80,7 +88,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), pipeline: str |
     own: set[str] = set()
     with nesting_refused(str(path)):
         base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
-        return build_config(merge(base, top), pipeline, str(path), notes, set(leaves(top)), own | top.keys())
+        tree, overridden = merge(base, top), set(leaves(top))
+        return build_config(tree, pipeline, str(path), notes, overridden, own | top.keys(), try_environment)
 
 
 def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -100,6 +109,7 @@ def build_config(
     notes: Sequence[Problem] = (),
     overridden: Collection[str] = (),
     own: Collection[str] | None = None,
+    try_environment: TryEnvironment | None = None,
 ) -> AnyConfig:
     """`load_config` for a mapping in memory.
 
@@ -110,6 +120,7 @@ def build_config(
         notes: remarks about the spelling of the file.
         overridden: paths whose values come from the command line.
         own: top-level keys of the file itself and of the command line; None: all.
+        try_environment: as in `load_config`.
     """
     lacking = missing_capabilities(tree)
     if lacking is not None:
@@ -138,8 +149,13 @@ def build_config(
         raise ConfigError(problems, source)
     notes = _grouped([*notes, *translations, *tracker_notes, *library_notes, *role_notes])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, unset, tree)
-    problems = fill_in_defaults(config) or check(config).errors
+    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, tree=tree)
+    for path, message in unset:
+        config.source.report.missing_resource(path, message)
+    problems = fill_in_defaults(config)
+    if not problems:
+        check_keys(config, config.source.report, try_environment)
+        problems = check(config).errors
     if problems:
         raise ConfigError(problems, source)
     return config

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from roll.base.errors import either
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, needs, one_or_many, option
+from roll.base.text import either
+
+if TYPE_CHECKING:
+    from roll.configs.arguments import MegatronModelArguments
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -291,3 +295,91 @@ def ineffective_modules(options: MegatronTrainConfig) -> Iterator[str]:
     """A sentence for each of `recompute_modules` that saves nothing."""
     if options.recompute_granularity == "selective":
         yield from (f"{name}: {WITHOUT_EFFECT[name]}" for name in options.recompute_modules if name in WITHOUT_EFFECT)
+
+
+CUDA_ONLY = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+)
+"""Megatron options that need a GPU."""
+
+
+def check_megatron(path: str, options: MegatronConfig, model: MegatronModelArguments) -> Iterator[Finding]:
+    """Options of `strategy_config`, at `path`, fit each other and the model, on any platform."""
+    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
+        yield error(
+            f"{path}.sequence_parallel",
+            "true splits the sequence over tensor-parallel ranks, and there is one; set it to false, or "
+            "tensor_model_parallel_size to 2 or more",
+        )
+    if isinstance(options, MegatronTrainConfig):
+        yield from _check_recompute(options, path, model)
+        yield from _check_optimizer(options, path, model)
+
+
+def check_kernels(role: str, options: MegatronConfig, model: MegatronModelArguments, on_cpu: bool) -> Iterator[Finding]:
+    """The platform has the kernels that options and precision ask for."""
+    path, attention = f"{role}.strategy_args.strategy_config", f"{role}.model_args.attn_implementation"
+    if model.dtype == "fp16":
+        yield error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
+    if on_cpu:
+        for name in CUDA_ONLY:
+            if getattr(options, name, False):
+                yield error(f"{path}.{name}", "true needs a GPU, and platform is cpu; set it to false")
+        if options.attention_backend != "auto":
+            yield error(
+                f"{path}.attention_backend", f"{options.attention_backend} needs a GPU, and platform is cpu; use auto"
+            )
+        if model.attn_implementation == "fa2":
+            yield error(attention, "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
+        return
+    without_engine = model.attn_implementation == "sdpa" or model.dtype == "fp32"
+    if options.apply_rope_fusion and without_engine:
+        yield error(
+            f"{path}.apply_rope_fusion",
+            "true needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; leave it out",
+        )
+    if options.attention_backend != "auto" and without_engine:
+        reason = "attn_implementation sdpa" if model.attn_implementation == "sdpa" else "dtype fp32"
+        yield warning(f"{path}.attention_backend", f"has no effect: with {reason} torch's attention computes")
+    if model.attn_implementation == "fa2" and model.dtype == "fp32":
+        yield warning(attention, "fa2 has no fp32: torch's attention computes instead")
+
+
+def _check_recompute(options: MegatronTrainConfig, path: str, model: MegatronModelArguments) -> Iterator[Finding]:
+    recompute = options.recompute_granularity
+    if recompute == "selective" and not options.recompute_modules:
+        yield error(f"{path}.recompute_modules", "is empty, so nothing is recomputed; use [core_attn]")
+    if getattr(model, "disable_gradient_checkpointing", False) and recompute is not None:
+        yield error(
+            f"{path}.recompute_granularity",
+            f"{recompute} contradicts model_args.disable_gradient_checkpointing: true; keep one of them",
+        )
+
+
+def _check_optimizer(options: MegatronTrainConfig, path: str, model: MegatronModelArguments) -> Iterator[Finding]:
+    if options.optimizer_cpu_offload and model.dtype == "fp32":
+        yield error(
+            f"{path}.optimizer_cpu_offload", "true cannot be resumed with model_args.dtype fp32; use bf16, or false"
+        )
+    for name in ("overlap_param_gather", "use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(options, name) and not options.use_distributed_optimizer:
+            yield error(
+                f"{path}.{name}", "true needs use_distributed_optimizer: true; set that, or leave this option out"
+            )
+    if options.overlap_param_gather and options.overlap_grad_reduce is False:
+        yield error(
+            f"{path}.overlap_param_gather",
+            "true needs overlap_grad_reduce: true, as in Megatron; set that, or leave this option out",
+        )
+    if options.optimizer_cpu_offload and options.use_precision_aware_optimizer is False:
+        yield error(
+            f"{path}.use_precision_aware_optimizer",
+            "false contradicts optimizer_cpu_offload: true, which Megatron implements in that optimizer; leave it out",
+        )
+    for sentence in ineffective_modules(options):
+        yield warning(f"{path}.recompute_modules", f"has no effect for {sentence}")

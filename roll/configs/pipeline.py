@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.base.schema import Condition, environment, internal, needs, one_or_many, option, time_text
+from roll.base.schema import YEAR_S, Condition, Source, internal, needs, one_or_many, option, time_text
 from roll.configs.advantages import (
     GREEDY_ESTIMATORS,
     VALUE_ESTIMATORS,
@@ -16,13 +15,13 @@ from roll.configs.advantages import (
     CriticOptions,
     SampleMaskOptions,
 )
+from roll.configs.arguments import ENGINE_RUNS, LONGEST_SAMPLING_MASK, pipelines
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
+from roll.configs.built_in_rewards import scoring_role
 from roll.configs.policy import DPOOptions, PolicyOptions, RewardModelOptions
-from roll.configs.rewards import RewardConfig, scoring_role
+from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
-    ENGINE_RUNS,
-    LONGEST_SAMPLING_MASK,
     ActorInferConfig,
     ActorTrainConfig,
     CriticConfig,
@@ -31,9 +30,9 @@ from roll.configs.roles import (
     RoleConfig,
     TrainedRoleConfig,
     ValidationConfig,
-    pipelines,
 )
 from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
+from roll.configs.system_envs import environment
 from roll.configs.trackers import TrackerName
 
 
@@ -41,32 +40,6 @@ def role_seed(seed: int, *names: Any) -> int:
     """A seed in [0, 2^31) that depends on the run's seed and on `names`, the same in every process."""
     text = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
-
-
-@dataclass
-class Source:
-    """Where a configuration came from.
-
-    Attributes:
-        file: the YAML file.
-        given: paths of the keys that the file or an override sets.
-        overridden: paths of the keys that an override sets.
-        notes: path and message of each remark of loading.
-        unset: path and message of each value that refers to an environment variable that is not set.
-        tree: the values of `given` in nested mappings, interpolated and in the spelling used here; it loads as the same
-            configuration.
-    """
-
-    file: str = ""
-    given: list[str] = field(default_factory=list)
-    overridden: list[str] = field(default_factory=list)
-    notes: list[tuple[str, str]] = field(default_factory=list)
-    unset: list[tuple[str, str]] = field(default_factory=list)
-    tree: dict[str, Any] = field(default_factory=dict)
-
-    def unused_by_override(self, path: str, causes: Sequence[str]) -> bool:
-        """Whether a key of the file has no effect only because an override changed one of `causes`."""
-        return path not in self.overridden and any(cause in self.overridden for cause in causes)
 
 
 VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
@@ -86,7 +59,10 @@ class BaseConfig:
     )
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     num_devices_per_node: int | None = option(
-        None, "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).", ge=1
+        None,
+        "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).",
+        ge=1,
+        usual=(1, 1024),
     )
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
@@ -105,7 +81,7 @@ class BaseConfig:
         help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}; with one tracker "
         "besides stdout they may be written directly.",
     )
-    max_steps: int = option(100, "Batches to train on.", ge=1)
+    max_steps: int = option(100, "Batches to train on.", ge=1, usual=(1, 1e8))
     save_steps: int = option(
         0,
         "Checkpoint every so many steps, and at the end; 0: at the end only.",
@@ -120,7 +96,11 @@ class BaseConfig:
     )
     eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", ge=0)
     max_ckpt_to_keep: int = option(
-        2, "Newest checkpoints kept; 0 keeps all.", ge=0, only_for=needs("save_checkpoint", "save_checkpoint is false")
+        2,
+        "Newest checkpoints kept; 0 keeps all.",
+        ge=0,
+        usual=(0, 1e4),
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
     )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete checkpoint of output_dir; or the path of one."
@@ -146,12 +126,14 @@ class BaseConfig:
     model_download_type: Literal["HUGGINGFACE_HUB", "MODELSCOPE"] | None = option(
         None, "Where models given by name come from; default: ModelScope if USE_MODELSCOPE is 1, else Hugging Face."
     )
-    prompt_length: int = option(1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1)
-    response_length: int | None = option(None, "Longest response in tokens.", ge=1)
-    sequence_length: int | None = option(
-        None, "prompt_length + response_length; give either this or response_length.", ge=2
+    prompt_length: int = option(
+        1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1, usual=(1, 1e7)
     )
-    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0)
+    response_length: int | None = option(None, "Longest response in tokens.", ge=1, usual=(1, 1e7))
+    sequence_length: int | None = option(
+        None, "prompt_length + response_length; give either this or response_length.", ge=2, usual=(2, 1e7)
+    )
+    max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0, usual=(1e-6, 1e4))
     rpc_timeout_s: float = option(
         3600.0,
         "Maximum wait for a worker; after it the call fails with an error that names it, as if the worker had died.",
@@ -162,23 +144,29 @@ class BaseConfig:
         "Times that a run starts again by itself, from its newest checkpoint, after a training rank died, and that the "
         "rollout process is replaced; 0: it ends.",
         ge=0,
+        usual=(0, 1000),
     )
-    start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0)
-    model_update_buffer_size_mb: int = option(512, "Size of one bucket of a weight update.", ge=1, only_for=ENGINE_RUNS)
+    start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0, usual=(10.0, YEAR_S))
+    model_update_buffer_size_mb: int = option(
+        512, "Size of one bucket of a weight update.", ge=1, usual=(1, 1e5), only_for=ENGINE_RUNS
+    )
     weight_transport: str = option(
         "auto",
         "How weights reach the engines: `shared_memory` (one node), `broadcast`, or a name of `register_transport`; "
         "`auto` chooses by the devices.",
         only_for=ENGINE_RUNS,
     )
-    sync_timeout_s: float = option(60.0, "Maximum duration of one weight update.", gt=0, only_for=ENGINE_RUNS)
+    sync_timeout_s: float = option(
+        60.0, "Maximum duration of one weight update.", gt=0, usual=(0.1, 86400.0), only_for=ENGINE_RUNS
+    )
     max_sync_retries: int = option(
-        3, "Retries of a failed weight update before the run ends.", ge=0, only_for=ENGINE_RUNS
+        3, "Retries of a failed weight update before the run ends.", ge=0, usual=(0, 1000), only_for=ENGINE_RUNS
     )
     sync_retry_delay_s: float = option(
         1.0,
         "Seconds between the retries of a weight update.",
         ge=0,
+        usual=(0.0, 300.0),
         only_for=(ENGINE_RUNS, needs("max_sync_retries", "max_sync_retries is 0")),
     )
     verify_weights: Literal["first", "always"] = option(
@@ -277,6 +265,7 @@ class SFTConfig(BaseConfig):
         None,
         "The run ends early, as soon as val/loss of a validation is at or below this.",
         gt=0,
+        usual=(1e-6, 20.0),
         only_for=needs("eval_steps", "it is never measured, since eval_steps is 0; use eval_steps 10", is_error=True),
     )
 
@@ -341,28 +330,33 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         "where rollout_dump_dir is given.",
         ge=0,
     )
-    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1)
-    num_return_sequences_in_group: int = option(1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1)
+    rollout_batch_size: int = option(64, "Prompts (rlvr) or trajectories (agentic) of one step.", ge=1, usual=(1, 1e6))
+    num_return_sequences_in_group: int = option(
+        1, "Samples per prompt; agentic: train_env_manager.group_size.", ge=1, usual=(1, 1e4)
+    )
     is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
-    ppo_epochs: int = option(1, "Passes over each batch.", ge=1)
+    ppo_epochs: int = option(1, "Passes over each batch.", ge=1, usual=(1, 100))
     mean_logprob_mismatch: float | None = option(
         None,
         "Bound on the mean difference between the log-probs of engine and trainer before the first update; null leaves "
         "it out. Default: in fp32 1.5 eps layers^0.75 sqrt(hidden_size) log2(sequence_length), on GPUs at least 1e-4; "
         "in half precision 2 eps layers^0.75, at least 0.15.",
         gt=0,
+        usual=(1e-8, 100.0),
     )
     p99_logprob_mismatch: float | None = option(
         None,
         "As mean_logprob_mismatch, a bound on the difference of 99 % of tokens. Default: 10 times the default of the "
         "mean, in half precision 5 times.",
         gt=0,
+        usual=(1e-8, 100.0),
     )
     max_logprob_mismatch: float | None = option(
         None,
         "As mean_logprob_mismatch, a bound on the largest difference. Default: in fp32 100 times the default of the "
         "mean; none in half precision.",
         gt=0,
+        usual=(1e-8, 1000.0),
     )
     is_offload_states: bool | None = option(
         None,
@@ -380,19 +374,25 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         "Restarts of one engine within an hour, after it died or did not answer; then it is left out, and the run ends "
         "where it has no other. 0: never.",
         ge=0,
+        usual=(0, 1000),
     )
     engine_restart_delay_s: float = option(
         1.0,
         "Seconds before the second restart of an engine within an hour; the first is at once, and each further one "
         "waits twice as long, at most a minute.",
         ge=0,
+        usual=(0.0, 60.0),
         only_for=needs("max_engine_restarts", "max_engine_restarts is 0"),
     )
-    health_check_interval_s: float = option(2.0, "Seconds between two health checks of an engine.", gt=0)
+    health_check_interval_s: float = option(
+        2.0, "Seconds between two health checks of an engine.", gt=0, usual=(0.05, 3600.0)
+    )
     health_check_timeout_s: float = option(
         120.0, "An engine that does not answer for so long is restarted, except during a weight update.", gt=0
     )
-    max_generation_retries: int = option(2, "Retries of a failed request before its group is dropped.", ge=0)
+    max_generation_retries: int = option(
+        2, "Retries of a failed request before its group is dropped.", ge=0, usual=(0, 1000)
+    )
     max_failure_rate: float = option(
         0.1,
         "Maximum failed fraction per batch of prompts, or groups of trajectories; above 0, one failure is always "
@@ -405,6 +405,7 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         "Maximum number of groups that query filters may drop per batch for each group they keep; the batch size "
         "counts if they keep fewer.",
         gt=0,
+        usual=(0.1, 1e4),
         only_for=(
             pipelines("rlvr", reason="every complete group is trained on"),
             Condition(

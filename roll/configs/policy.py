@@ -56,7 +56,7 @@ VARIANT_TRAITS: dict[str, VariantTraits] = {
 1. its entry here, which the rules of the configuration read;
 2. its function in `roll/algorithms/policy_losses.py`, registered with `@PG_VARIANTS.register("mine")`;
 3. its keys, if it has any: in `PolicyOptions` below with `only_for=pg_variants("mine")`; the function reads them from
-   its `config`. `USUAL` in `roll/configs/rules/ranges.py` has the range outside of which a value is warned about;
+   its `config`. A value outside of its range in `roll/configs/rules/ranges.py` is warned of;
 4. its row in the table of docs/algorithms.md, Policy loss;
 5. its recipe `mine.yaml` in `examples/algorithms`, the row of the recipe in the README.md of that folder, its page
    `mine.md` in `docs/recipes` and its runs in results.json of that folder, and its name in the README.md of the

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.advantages import ADV_ESTIMATORS
+from roll.configs.arguments import TEMPLATES
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.policy import VARIANT_TRAITS
-from roll.configs.roles import ROLES, TEMPLATES
+from roll.configs.roles import ROLES
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
 from roll.models.families.registry import architectures

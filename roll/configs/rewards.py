@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from roll.base.schema import Condition, option
+from roll.base.errors import Finding, error, missing, warning
+from roll.base.schema import Condition, Source, option
+from roll.base.text import check_known, nearest
+from roll.configs.arguments import TEMPLATES
+from roll.configs.built_in_rewards import BUILT_IN, PENALTIES, belongs_to, built_in_of, regular_expression, scoring_role
+from roll.configs.judge import JudgeOptions, check_judge
+from roll.configs.user_code import names_code
 
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """A reward that comes with this project.
-
-    Attributes:
-        function: its `module:function`.
-        timeout_s: default of `timeout_s`, in seconds.
-        max_concurrent_calls: default of `max_concurrent_calls`; None for a function that is not a coroutine.
-        truth: types of the ground truth that it compares with; none if it may do without, or reads any.
-    """
-
-    function: str
-    timeout_s: float = 5.0
-    max_concurrent_calls: int | None = None
-    truth: tuple[type, ...] = (str, int, float)
-
-
-BUILT_IN = {
-    "math_rule": BuiltIn("roll.rewards.math_rule:math_reward"),
-    "multiple_choice": BuiltIn("roll.rewards.answers:multiple_choice"),
-    "exact_match": BuiltIn("roll.rewards.answers:exact_match", truth=(str, int, float, list)),
-    "regex": BuiltIn("roll.rewards.answers:regex"),
-    "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward", truth=()),
-    "reasoning_gym": BuiltIn("roll.rewards.reasoning_gym:reasoning_gym_reward", truth=()),
-    "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", 60.0, max_concurrent_calls=1, truth=()),
-    "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
-    "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer", truth=()),
-}
-"""Rewards by the name that an entry of `rewards`, or its `function`, may have.
-
-A function of the user needs no entry here: `function: module:name` names it (docs/rewards.md). To add a built-in reward
-`mine`:
-
-1. its entry here, and the keys that only it reads in `RewardConfig` below, with `only_for=belongs_to("mine")`;
-2. its function in `roll/rewards`, in a module whose SELF_TEST has samples of it that are scored before every run;
-3. `STAND_IN_TRUTHS` in `roll/lab/rehearse/data.py`, unless its ground truth may be a number;
-4. `roll/configs/rules/rewards.py`: what its keys have to fulfil together;
-5. `roll/compat`: the classes and keys of other frameworks that mean it, such as `WORKERS` of `roll_rewards.py`;
-6. its row in docs/rewards.md, its mention in README.md, and `make docs` for docs/configuration.md.
-
-Tests compare this table with 3 (`tests/lab/rehearse/test_rehearse_inputs.py`) and 6
-(`tests/rewards/test_reward_documentation.py`)."""
-
-COMPARISONS = ("math_rule", "multiple_choice", "exact_match", "regex", "ifeval")
-"""Built-in rewards for which a response that takes longer than `timeout_s` is wrong, and no failure."""
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLVRConfig
 
 DEFAULT_CONCURRENCY = 128
 """`max_concurrent_calls` of a coroutine function of the user, as many as one process is sent at a time."""
@@ -66,23 +29,6 @@ LARGEST_REWARD = 1e18
 def is_trainable(reward: float) -> bool:
     """Whether a reward is finite and not beyond LARGEST_REWARD."""
     return -LARGEST_REWARD <= reward <= LARGEST_REWARD
-
-
-def built_in_of(function: str) -> str | None:
-    """Name of the built-in reward with this `module:function`; None for a function of the user."""
-    return next((name for name, item in BUILT_IN.items() if item.function == function), None)
-
-
-def is_comparison(function: str) -> bool:
-    return built_in_of(function) in COMPARISONS
-
-
-def scoring_role(reward: RewardConfig) -> Literal["reward", "judge"] | None:
-    """The role whose model gives the scores; None for a function in a process of its own."""
-    built_in = built_in_of(reward.function)
-    if built_in == "reward_model":
-        return "reward"
-    return "judge" if built_in == "llm_judge" and reward.base_url is None else None
 
 
 FUNCTION_CALLED = Condition(
@@ -97,43 +43,11 @@ SCORES_CHOSEN = Condition(
     (".function",),
 )
 
-ENDPOINT_ASKED = Condition(
-    lambda config, section: not (scoring_role(section) == "judge" and config.judge.device_mapping),
-    "without base_url the judge is the model of role judge",
-    (".base_url",),
-)
-
-
 OWN_FUNCTION = Condition(
     lambda config, section: built_in_of(section.function) is None,
     "the built-in rewards start no processes, or limit them themselves",
     (".function",),
 )
-
-
-def belongs_to(*names: str) -> Condition:
-    """The condition that the reward is one of these built-in ones, or a function of the user, which reads any key."""
-    return Condition(
-        lambda config, section: built_in_of(section.function) in (None, *names),
-        f"of the built-in rewards, only {' and '.join(names)} read{'s' if len(names) == 1 else ''} it",
-        (".function",),
-        is_error=True,
-        variants=names,
-    )
-
-
-def regular_expression(value: Any) -> Any:
-    """A regular expression, unchanged; any other value is left to the check of its type.
-
-    Raises:
-        ValueError: it cannot be compiled.
-    """
-    if isinstance(value, str):
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
-    return value
 
 
 @dataclass
@@ -158,7 +72,6 @@ class QueryFilterConfig:
 
 
 CODE = belongs_to("code_sandbox")
-JUDGE = belongs_to("llm_judge")
 
 
 @dataclass
@@ -171,61 +84,15 @@ class CodeOptions:
     test_timeout_s: float = option(
         6.0, "Maximum seconds of one test of a program, of processor time and of wall time.", gt=0, only_for=CODE
     )
-    memory_limit_mb: int = option(1024, "Maximum address space of a program in MiB.", ge=64, only_for=CODE)
+    memory_limit_mb: int = option(
+        1024, "Maximum address space of a program in MiB.", ge=64, usual=(64, 1e6), only_for=CODE
+    )
     output_limit_kb: int = option(
-        1024, "Maximum KiB that a program prints or returns in one test; a test with more fails.", ge=1, only_for=CODE
-    )
-
-
-DEFAULT_PROMPT_TEMPLATE = """Grade the response to a task.
-
-Task:
-{prompt}
-
-Reference answer:
-{ground_truth}
-
-Response:
-{response}
-
-A response that is right and complete gets 10, one that is wrong gets 0. End with a line "Grade: " and the number."""
-
-
-@dataclass
-class JudgeOptions:
-    """The endpoint of a judge, what it is asked, and how its grade is read."""
-
-    base_url: str | None = option(
-        None,
-        "OpenAI-compatible endpoint, such as http://127.0.0.1:30000/v1; null asks the engines of role judge.",
-        only_for=JUDGE,
-    )
-    model: str | None = option(None, "Name of the model at that endpoint.", only_for=(JUDGE, ENDPOINT_ASKED))
-    api_key_env: str | None = option(
-        None,
-        "Environment variable with the key of the endpoint; null sends none.",
-        only_for=(JUDGE, ENDPOINT_ASKED),
-    )
-    prompt_template: str = option(
-        DEFAULT_PROMPT_TEMPLATE,
-        "The question, with the fields {prompt}, {response} and {ground_truth}.",
-        only_for=JUDGE,
-    )
-    grade_pattern: str = option(
-        r"Grade:\W*(-?\d+(?:\.\d+)?|yes|no)",
-        "Regular expression whose first group is the grade in the judge's answer, a number, yes or no, in any case; "
-        "the last match counts.",
-        parse=regular_expression,
-        only_for=JUDGE,
-    )
-    max_grade: float = option(10.0, "Grade of a right answer; 0 is that of a wrong one.", gt=0, only_for=JUDGE)
-    judge_temperature: float = option(0.0, "Sampling temperature of the judge.", ge=0, only_for=JUDGE)
-    judge_max_tokens: int = option(1024, "Longest answer of the judge in tokens.", ge=1, only_for=JUDGE)
-    max_retries: int = option(
-        3,
-        "Repeated requests after an error or an answer without a grade, before the sample fails.",
-        ge=0,
-        only_for=JUDGE,
+        1024,
+        "Maximum KiB that a program prints or returns in one test; a test with more fails.",
+        ge=1,
+        usual=(1, 1e6),
+        only_for=CODE,
     )
 
 
@@ -267,7 +134,9 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         factory=list, help="Tags of the samples this reward scores; empty: all that no other reward names."
     )
     weight: float = option(
-        1.0, "Factor of this score; the score of a sample is the sum over all rewards that name its tag."
+        1.0,
+        "Factor of this score; the score of a sample is the sum over all rewards that name its tag.",
+        usual=(-1e4, 1e4),
     )
     world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
     process_memory_limit_mb: int = option(
@@ -275,12 +144,14 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         "Maximum memory of a process of the reward in MiB (Linux: RLIMIT_DATA), and for a function of your own also of "
         "the process and all that it starts; a call beyond it fails.",
         ge=256,
+        usual=(256, 1e6),
     )
     child_process_limit: int = option(
         128,
         "Maximum processes that a process of the reward may have started at a time (Linux); beyond it they are killed, "
         "and the call fails.",
         ge=0,
+        usual=(0, 1e5),
         only_for=OWN_FUNCTION,
     )
     timeout_s: float = option(
@@ -299,6 +170,7 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         )
         + f", {DEFAULT_CONCURRENCY} for others.",
         ge=1,
+        usual=(1, 1e5),
         only_for=FUNCTION_CALLED,
     )
     answer_pattern: Literal["boxed", "last_number", "boxed_or_last_number"] = option(
@@ -317,8 +189,8 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         "share.",
         only_for=belongs_to("ifeval", "code_sandbox"),
     )
-    correct_score: float = option(1.0, "Score of a right answer.", only_for=SCORES_CHOSEN)
-    wrong_score: float = option(0.0, "Score of a wrong answer.", only_for=SCORES_CHOSEN)
+    correct_score: float = option(1.0, "Score of a right answer.", usual=(-1e6, 1e6), only_for=SCORES_CHOSEN)
+    wrong_score: float = option(0.0, "Score of a wrong answer.", usual=(-1e6, 1e6), only_for=SCORES_CHOSEN)
     query_filter_config: QueryFilterConfig = option(
         factory=QueryFilterConfig,
         help="Which groups scored by this rule are trained on. Of several rules for one tag, one may have a filter, "
@@ -367,3 +239,221 @@ def domain_of(rewards: Mapping[str, RewardConfig], shares: Mapping[str, float], 
 def no_reward(rewards: Mapping[str, RewardConfig], tag: str) -> str:
     known = {name: reward.tag_included for name, reward in rewards.items()}
     return f"no reward scores samples tagged {tag!r}; rewards and their tag_included: {known}"
+
+
+MAX_PROCESSES = 4096
+"""Most processes of one reward on one machine."""
+
+FILTER_ARGUMENTS = {
+    "no_filter": (),
+    "mean_filter": ("threshold_up", "threshold_down"),
+    "std_filter": ("std_threshold",),
+}
+"""Thresholds of each type of query filter."""
+
+
+def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Source) -> Iterator[Finding]:
+    arguments = config.filter_args
+    for name in ("threshold_up", "threshold_down", "std_threshold"):
+        if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:
+            owner = next(kind for kind, names in FILTER_ARGUMENTS.items() if name in names)
+            message = f"belongs to type {owner}, but type is {config.type}"
+            yield source.unused(f"{path}.filter_args.{name}", message, [f"{path}.type"])
+    low, high = arguments.threshold_down, arguments.threshold_up
+    if config.type == "mean_filter" and low is None and high is None:
+        yield error(
+            f"{path}.type",
+            "mean_filter without thresholds drops nothing; give filter_args, such as threshold_down: 0.1, "
+            "threshold_up: 0.9",
+        )
+    if config.type == "std_filter" and group == 1:
+        yield error(
+            f"{path}.type",
+            "std_filter drops every group, since num_return_sequences_in_group 1 leaves a standard deviation of 0; use "
+            "at least 2, or another type",
+        )
+    if low is not None and high is not None and low >= high:
+        yield error(
+            f"{path}.filter_args",
+            f"no mean score lies between threshold_down {low:g} and threshold_up {high:g}; "
+            "threshold_down must be the smaller",
+        )
+
+
+def check_rewards(config: RLVRConfig) -> Iterator[Finding]:
+    """Every reward scores some samples, entries for one tag can be added, and names have the form `module:name`."""
+    if not config.rewards:
+        yield error("rewards", "is empty, so nothing scores a response; describe one, such as math_rule: {}")
+    for name, reward in config.rewards.items():
+        yield from _check_reward(f"rewards.{name}", reward, config)
+        filtering = f"rewards.{name}.query_filter_config"
+        yield from _check_filter(
+            filtering, reward.query_filter_config, config.num_return_sequences_in_group, config.source
+        )
+    yield from _check_catch_all(config)
+    yield from _check_sums(config)
+    yield from _check_domains(config)
+    if config.uses_reward_parts:
+        yield from _check_per_reward(config)
+
+
+def _check_catch_all(config: RLVRConfig) -> Iterator[Finding]:
+    """Only the first reward without `tag_included` can score anything."""
+    first, *others = [name for name, reward in config.rewards.items() if not reward.tag_included] or [""]
+    for name in others:
+        yield error(
+            f"rewards.{name}",
+            f"scores nothing: rewards.{first} already scores every tag that no reward names; give tag_included to both "
+            "to add their scores, or remove one of them; null removes that of a base file, such as "
+            f"rewards.{first}: null",
+        )
+
+
+def _check_sums(config: RLVRConfig) -> Iterator[Finding]:
+    rewards = config.rewards
+    tags = dict.fromkeys(tag for reward in rewards.values() for tag in reward.tag_included)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for tag in tags:
+        groups.setdefault(tuple(rewards_of(rewards, tag)), []).append(tag)
+    for name, reward in rewards.items():
+        if not reward.tag_included:
+            groups[(name,)] = []
+    for names, own in groups.items():
+        tagged = f"prompts tagged {', '.join(own)}" if own else "prompts whose tag no reward names"
+        if not any(rewards[name].weight for name in names):
+            yield error(f"rewards.{names[0]}.weight", f"0 gives {tagged} a score of 0; give a reward another weight")
+        largest = sum(
+            abs(reward.weight) * max(abs(reward.correct_score), abs(reward.wrong_score))
+            for reward in (rewards[name] for name in names)
+        )
+        if largest > LARGEST_REWARD:
+            yield error(
+                f"rewards.{names[0]}.weight",
+                f"{tagged} have a score of up to {largest:g}; use weights and scores with a sum of {LARGEST_REWARD:g} "
+                "at most, since training squares them",
+            )
+        yield from _check_spread(names, config, tagged)
+        if len(names) == 1:
+            continue
+        filters = [name for name in names if rewards[name].query_filter_config.type != "no_filter"]
+        if len(filters) > 1:
+            yield error(
+                f"rewards.{filters[1]}.query_filter_config",
+                f"{tagged} are filtered by {_all(filters)}; a filter reads the sum of all rewards of a tag, so "
+                "keep one of them",
+            )
+        if not any(f"rewards.{name}.weight" in config.source.given for name in names):
+            yield warning(
+                f"rewards.{names[-1]}.tag_included",
+                f"{tagged} are scored by {_all(names)}: their score is the sum; write weight: 1 to one of them if "
+                "this is meant, or remove the tags from one",
+            )
+
+
+def _check_spread(names: Collection[str], config: RLVRConfig, tagged: str) -> Iterator[Finding]:
+    """Scores of a group can differ by more than `std_threshold`: at most, half are the lowest and half the highest."""
+    rewards = [config.rewards[name] for name in names]
+    if any(built_in_of(reward.function) in (None, "reward_model") for reward in rewards):
+        return
+    largest = sum(abs(reward.weight * (reward.correct_score - reward.wrong_score)) for reward in rewards) / 2
+    for name in names:
+        filters = config.rewards[name].query_filter_config
+        threshold = filters.filter_args.std_threshold
+        if filters.type == "std_filter" and threshold is not None and threshold >= largest > 0:
+            yield warning(
+                f"rewards.{name}.query_filter_config.filter_args.std_threshold",
+                f"{threshold:g} drops every group: the scores of {tagged} have a standard deviation of at most "
+                f"{largest:g}; use less",
+            )
+
+
+def _check_per_reward(config: RLVRConfig) -> Iterator[Finding]:
+    rewards = config.rewards
+    tags = {tag for reward in rewards.values() for tag in reward.tag_included}
+    if not any(sum(rewards[name].weight != 0 for name in rewards_of(rewards, tag)) > 1 for tag in tags):
+        yield warning(
+            "adv_estimator",
+            f"{config.adv_estimator} normalises each reward of a response, but no tag has several: with equal weights "
+            "this is grpo with advantages whitened over the batch; name a tag in tag_included of several rewards, or "
+            "use grpo",
+        )
+
+
+def _all(names: Collection[str]) -> str:
+    *others, last = (f"rewards.{name}" for name in names)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _check_domains(config: RLVRConfig) -> Iterator[Finding]:
+    """Prompts are drawn from domains that a reward scores, in shares above 0; no tag belongs to two of them."""
+    shares, path = config.actor_train.data_args.domain_interleave_probs, "actor_train.data_args.domain_interleave_probs"
+    for name, share in shares.items():
+        if name not in config.rewards:
+            yield error(f"{path}.{name}", f"is not in rewards; known: {', '.join(config.rewards)}")
+        elif not 0 <= share < float("inf"):
+            yield error(f"{path}.{name}", f"{share:g} is not a share; use 0 or more")
+    if shares and not any(share > 0 for share in shares.values()):
+        yield error(path, "gives no domain a share, so nothing is drawn; give one, such as math_rule: 1.0")
+    ambiguous: dict[tuple[str, ...], list[str]] = {}
+    for tag in dict.fromkeys(tag for reward in config.rewards.values() for tag in reward.tag_included):
+        named = tuple(name for name in rewards_of(config.rewards, tag) if name in shares)
+        if len(named) > 1:
+            ambiguous.setdefault(named, []).append(tag)
+    for names, tags in ambiguous.items():
+        yield error(
+            f"{path}.{names[1]}",
+            f"prompts tagged {', '.join(tags)} belong to {' and '.join(names)}, whose scores are added, so it is not "
+            f"clear how many are drawn; name one of them here, such as {names[0]}",
+        )
+
+
+def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig) -> Iterator[Finding]:
+    given = config.source.given
+    worker = (reward.worker_cls or "").rpartition(".")[2]
+    if worker and f"{path}.function" not in given:
+        yield missing(
+            f"{path}.function",
+            f"no rule here does what {worker} does; write function: module:name, a function of response, ground truth "
+            f"and config that returns the score, or remove {path} and the data with its tags",
+        )
+    built_in = built_in_of(reward.function)
+    name = path.removeprefix("rewards.")
+    similar = nearest(name, BUILT_IN)
+    if f"{path}.function" not in given and not worker and name not in BUILT_IN and similar not in (None, built_in):
+        yield warning(
+            f"{path}.function",
+            f"is not given and {name} is not a built-in reward, so {built_in} scores; write function: {similar} if "
+            f"that is meant, else function: {built_in}",
+        )
+    if not names_code(reward.function):
+        file, _, name = reward.function.rpartition(":")
+        stem = os.path.basename(file).removesuffix(".py")
+        hint = f", here {stem}:{name}, with {stem}.py beside the YAML file" if file.endswith(".py") else ""
+        known = "" if hint else f", or a built-in reward: {', '.join(BUILT_IN)}"
+        like = nearest(reward.function, BUILT_IN)
+        meant = f"did you mean {like}? " if like else ""
+        yield error(
+            f"{path}.function",
+            f"{reward.function!r} is not the name of a function; {meant}write module:function{hint}{known}",
+        )
+    if scoring_role(reward) is not None and reward.template is not None:
+        yield from check_known(f"{path}.template", reward.template, TEMPLATES)
+    if built_in not in (None, "reward_model") and reward.correct_score == reward.wrong_score:
+        yield error(
+            f"{path}.correct_score",
+            f"{reward.correct_score:g} equals wrong_score, so every answer has the same score and nothing is learned; "
+            "use two scores",
+        )
+    if built_in not in (None, *PENALTIES) and reward.correct_score < reward.wrong_score and reward.weight > 0:
+        yield warning(
+            f"{path}.correct_score",
+            f"{reward.correct_score:g} is below wrong_score {reward.wrong_score:g}, so the policy learns to answer "
+            "wrongly; swap them",
+        )
+    if reward.world_size > MAX_PROCESSES:
+        yield error(
+            f"{path}.world_size",
+            f"{reward.world_size} processes are too many for one machine; use at most {MAX_PROCESSES}",
+        )
+    if built_in == "llm_judge":
+        yield from check_judge(path, reward, bool(config.judge.device_mapping))

@@ -6,236 +6,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from roll.base.schema import Condition, environment, needs, one_or_many, option
+from roll.base.schema import needs, option
+from roll.configs.arguments import (
+    ENGINE_RUNS,
+    FORWARD_PASSES,
+    OLD_LOG_PROBS,
+    POLICY_LOSS,
+    DataArguments,
+    GeneratingArguments,
+    MegatronModelArguments,
+    ModelArguments,
+    TrainDataArguments,
+    TrainingArguments,
+    TrainModelArguments,
+)
 from roll.configs.asynchronous import PROMPTS_MIX
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.policy import parse_pg_variant
-from roll.hub.splits import READABLE
+from roll.configs.system_envs import environment
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""
-
-TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch's name of each value of `dtype`."""
-
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one number of each value of `dtype`; the plan of a run is made without torch."""
-
-TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
-"""Values of `data_args.template`; `roll.datasets.templates` defines them."""
-
-
-def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
-    """The condition of keys that only these pipelines read."""
-    return Condition(lambda config, _: config.pipeline in names, reason, ("pipeline",), is_error)
-
-
-RESPONSES_SCORED = pipelines("rlvr", "agentic", reason="this pipeline scores no response")
-PAIRS_READ = pipelines("dpo", "reward_model", reason="only dpo and reward_model read pairs of responses")
-FILE_PIPELINES = ("rlvr", "sft", "dpo", "reward_model")
-FILES_READ = pipelines(*FILE_PIPELINES, reason="environments are described in custom_envs", is_error=True)
-COLUMNS_READ = pipelines(*FILE_PIPELINES, reason="observations come from environments, not from files")
-DATASET_NAMED = (
-    FILES_READ,
-    Condition(
-        lambda config, section: any(not name.endswith(READABLE) for name in section.file_name),
-        "every file_name is a file; a dataset by name or folder has splits",
-        (".file_name",),
-    ),
-)
-ENGINE_RUNS = pipelines("rlvr", "agentic", reason="this pipeline generates nothing and updates no engine")
-POLICY_LOSS = pipelines("rlvr", "agentic", reason="this pipeline has no policy loss", is_error=True)
-FORWARD_PASSES = Condition(
-    lambda config, _: config.pipeline not in ("sft", "reward_model") or config.eval_steps > 0,
-    "eval_steps is 0, and only validation runs forward passes without a backward pass",
-    ("pipeline", "eval_steps"),
-)
-OLD_LOG_PROBS = Condition(
-    lambda config, role: role is not config.actor_train or getattr(config, "old_log_probs_source", "") != "behavior",
-    "the old log-probs are those of the engine (old_log_probs_source: behavior), so actor_train computes none",
-    ("old_log_probs_source", "async_generation_ratio"),
-)
-
-
-@dataclass
-class ModelArguments:
-    """Which model a role runs and in which precision."""
-
-    model_name_or_path: str | None = option(
-        None, "Folder of a HF model, or its name on the hub, as in `pretrain`; default: `pretrain`."
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] = option("bf16", "Precision of weights and activations.")
-
-
-@dataclass
-class MegatronModelArguments(ModelArguments):
-    """A model that Megatron runs."""
-
-    attn_implementation: Literal["auto", "sdpa", "fa2"] = option(
-        "auto", "Attention kernel: fa2 needs platform cuda with Transformer Engine; sdpa runs everywhere."
-    )
-
-
-@dataclass
-class TrainModelArguments(MegatronModelArguments):
-    """A model that is trained."""
-
-    disable_gradient_checkpointing: bool = option(
-        False, "If false, strategy_config.recompute_granularity applies; true allows no recompute_granularity."
-    )
-
-
-@dataclass
-class TrainingArguments:
-    """One optimizer and its schedule."""
-
-    learning_rate: float = option(1e-6, "Peak learning rate.", gt=0)
-    min_learning_rate: float = option(
-        0.0,
-        "Learning rate at the end of the schedule.",
-        ge=0,
-        only_for=needs(
-            "lr_scheduler_type",
-            "lr_scheduler_type is constant; use linear or cosine",
-            accepts=lambda kind: kind != "constant",
-        ),
-    )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = option(
-        "constant",
-        "Shape after warm-up: linear and cosine fall from the peak to `min_learning_rate`, which the step after "
-        "max_steps would have.",
-    )
-    warmup_steps: int = option(0, "Optimizer steps of linear warm-up; 0 is off.", ge=0)
-    warmup_ratio: float = option(
-        0.0, "Warm-up as a share of all optimizer steps, instead of warmup_steps; 0 is off.", ge=0, le=1
-    )
-    weight_decay: float = option(0.0, "Decoupled weight decay; 0 is off.", ge=0)
-    adam_beta1: float = option(0.9, "First Adam decay.", ge=0, le=1)
-    adam_beta2: float = option(0.999, "Second Adam decay.", ge=0, le=1)
-    adam_epsilon: float = option(1e-8, "Adam denominator offset.", gt=0)
-    per_device_train_batch_size: int = option(1, "Samples of one micro-batch on one data-parallel rank.", ge=1)
-    gradient_accumulation_steps: int = option(1, "Micro-batches of one optimizer step.", ge=1)
-
-    def samples_per_optimizer_step(self, data_parallel: int) -> int:
-        """per_device_train_batch_size x gradient_accumulation_steps x data-parallel size."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_parallel
-
-
-def template_variables(value: Any) -> Any:
-    """Variables of a chat template; the arguments with which a run renders it are refused."""
-    taken = {"messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"}
-    taken |= {"continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
-    if isinstance(value, dict) and (wrong := sorted(taken & value.keys())):
-        raise ValueError(f"{wrong[0]} is set by the run; leave it out")
-    return value
-
-
-@dataclass
-class DataArguments:
-    """Where prompts come from and the names of their columns."""
-
-    file_name: list[str] = option(
-        factory=list,
-        parse=one_or_many,
-        help="JSONL or parquet files, folders of a dataset, or datasets on the hub: `owner/name`, "
-        "`owner/name@revision`, `hf://datasets/owner/name/path`; or questions that reasoning-gym generates: "
-        "`reasoning_gym:NAME?option=value`. A single name is taken as a list of one.",
-        only_for=FILES_READ,
-    )
-    subset: str | None = option(
-        None,
-        "Subset of a dataset given by name or folder, as `name` of `load_dataset`; default: its only or default one.",
-        only_for=DATASET_NAMED,
-    )
-    split: str | None = option(
-        None,
-        "Split of a dataset given by name or folder; default: train, and for validation the first of validation and "
-        "test that it has.",
-        only_for=DATASET_NAMED,
-    )
-    template: str = option(
-        "native",
-        "Chat template: `native` is the tokenizer's own, `none` leaves the prompt unchanged, or a built-in one.",
-    )
-    template_kwargs: dict[str, Any] = option(
-        factory=dict,
-        parse=template_variables,
-        help="Variables of the chat template, such as {enable_thinking: false}.",
-    )
-    id: str = option(
-        "id",
-        "Column of the prompt's identity; a missing one is file and line, a repeated one gets #2, #3.",
-        only_for=COLUMNS_READ,
-    )
-    tag: str = option("tag", "Column that chooses the reward of the sample.", only_for=(COLUMNS_READ, RESPONSES_SCORED))
-    prompt: str = option("prompt", "Column with the question as text.", only_for=COLUMNS_READ)
-    query: str | None = option(
-        None,
-        "Column with a text that follows the one of `prompt`, on a new line, where it is not empty.",
-        only_for=COLUMNS_READ,
-    )
-    system: str | None = option(
-        None, "Column with the system message of a `prompt`, where it is not empty.", only_for=COLUMNS_READ
-    )
-    messages: str = option(
-        "messages",
-        "Column with chat messages, as a list or as JSON in a text; used where present instead of `prompt`.",
-        only_for=COLUMNS_READ,
-    )
-    tools: str = option(
-        "tools",
-        "Column with the schemas of the tools that the template shows, as a list or as JSON in a text.",
-        only_for=COLUMNS_READ,
-    )
-    response: str = option(
-        "solution",
-        "Column with the answer: SFT's target, and the ground truth where `ground_truth` is absent.",
-        only_for=COLUMNS_READ,
-    )
-    ground_truth: str = option(
-        "ground_truth",
-        "Column with the exact answer the reward compares with.",
-        only_for=(COLUMNS_READ, RESPONSES_SCORED),
-    )
-    mask_history: bool = option(
-        True, "SFT: learn the last answer of a conversation only; false learns every answer of the assistant."
-    )
-    chosen: str = option("chosen", "Column with the better response, a text or messages.", only_for=PAIRS_READ)
-    rejected: str = option("rejected", "Column with the worse response.", only_for=PAIRS_READ)
-
-
-@dataclass
-class TrainDataArguments(DataArguments):
-    """The data of training."""
-
-    shuffle: bool = option(True, "Draw a new order, seeded, for every pass over the data.", only_for=COLUMNS_READ)
-    domain_interleave_probs: dict[str, float] = option(
-        factory=dict,
-        help="Share of the prompts of each name in `rewards`; empty: as many as the files have. Names left out are not "
-        "drawn.",
-        only_for=pipelines("rlvr", reason="only rewards of pipeline rlvr have domains"),
-    )
-
-
-LONGEST_SAMPLING_MASK = 4096
-"""Largest `top_k` whose kept tokens an engine returns: SGLang's default of sampling_mask_max_tokens."""
-
-
-@dataclass
-class GeneratingArguments:
-    """How responses are sampled."""
-
-    max_new_tokens: int | None = option(None, "Longest response in tokens; default: response_length.", ge=1)
-    temperature: float = option(1.0, "Sampling temperature; training logits are divided by the same value.", ge=0)
-    top_p: float = option(1.0, "Nucleus mass; on_truncated_sampling decides about a value below 1.", gt=0, le=1)
-    top_k: int = option(0, "Most likely tokens to sample from; 0 means all.", ge=0)
-    repetition_penalty: float = option(1.0, "1 is off; any other value biases every ratio.", gt=0)
-    num_return_sequences: int | None = option(None, "Samples per prompt; default: num_return_sequences_in_group.", ge=1)
-    num_beams: Literal[1] = option(1, "Beam search is not sampling: only 1.")
-    stop_strings: list[str] = option(
-        factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer."
-    )
 
 
 def engine_of(role: str, engine: str, *others: str) -> Callable[[Any], Any]:
@@ -350,6 +142,7 @@ class MegatronRoleConfig(RoleConfig):
         "Samples of one forward micro-batch (log-probs) on one data-parallel rank. "
         "A larger per_device_train_batch_size is the default instead.",
         ge=1,
+        usual=(1, 1e5),
         only_for=(
             FORWARD_PASSES,
             OLD_LOG_PROBS,
@@ -369,6 +162,7 @@ class MegatronRoleConfig(RoleConfig):
         0,
         "Tokens of one forward micro-batch, padding included; needed with dynamic batching.",
         ge=0,
+        usual=(0, 1e8),
         only_for=(
             FORWARD_PASSES,
             OLD_LOG_PROBS,
@@ -408,6 +202,7 @@ class TrainedRoleConfig(MegatronRoleConfig):
         0,
         "Padded tokens of one training micro-batch; needed with dynamic batching.",
         ge=0,
+        usual=(0, 1e8),
         only_for=needs("use_dynamic_batching_in_train", "use_dynamic_batching_in_train is false"),
     )
 
@@ -493,7 +288,7 @@ class EngineRoleConfig(RoleConfig):
 
     strategy_args: SGLangArguments = option(factory=SGLangArguments, help="The role's engine.")
     num_gpus_per_worker: int = option(1, "Devices of one engine: its tensor-parallel size.", ge=1)
-    max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1)
+    max_running_requests: int = option(128, "Requests one engine runs at a time.", ge=1, usual=(1, 1e5))
     generation_timeout_s: float = option(
         120.0,
         "Seconds one request may take before it is aborted and retried. Default: 1 for every 20 tokens of the longest "
@@ -531,6 +326,7 @@ class ActorInferConfig(EngineRoleConfig):
         f"{NEWER_REQUESTS_ON_CPU} on a CPU, where each request makes a decode step longer; no limit on GPUs. "
         "The value of max_running_requests is no limit.",
         ge=0,
+        usual=(0, 1e5),
         only_for=PROMPTS_MIX,
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from roll.base.errors import Finding, error
 from roll.base.schema import option
+from roll.configs.arguments import MegatronModelArguments, ModelArguments
 from roll.configs.roles import (
     NO_OPTIMIZER,
     NO_POLICY_LOSS,
@@ -15,11 +18,12 @@ from roll.configs.roles import (
     AbsentKey,
     EngineRoleConfig,
     MegatronInferArguments,
-    MegatronModelArguments,
     MegatronRoleConfig,
-    ModelArguments,
     engine_of,
 )
+
+SCORING_MODELS = {"judge": "a judge", "reward": "a reward model"}
+"""The roles whose models score responses, which are never those of `pretrain`, and what they run."""
 
 OWN_TEMPLATE = AbsentKey("a reward has its template: rewards.<name>.template")
 
@@ -75,6 +79,7 @@ class ScoringEngineConfig(EngineRoleConfig):
         "Longest sequence in tokens, prompt and response or question and answer; longer ones are failures. Default: "
         "max_position_embeddings of the model.",
         ge=2,
+        usual=(2, 1e7),
     )
     generation_timeout_s: float = option(
         120.0, "Seconds one request may take in an engine before it is aborted and sent to the next one.", gt=0
@@ -128,3 +133,15 @@ class JudgeConfig(ScoringEngineConfig):
     }
 
     model_args: JudgeModelArguments = option(factory=JudgeModelArguments, help="The role's model.")
+
+
+def check_scoring_engine(role: str, worker: ScoringEngineConfig) -> Iterator[Finding]:
+    """Its options keep the weights of the model, and its output."""
+    path, options = f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config
+    if options.get("load_format") == "dummy":
+        yield error(
+            f"{path}.load_format",
+            f"dummy gives {SCORING_MODELS[role]} random weights, which nothing replaces; leave it out",
+        )
+    if isinstance(worker, RewardEngineConfig) and "json_model_override_args" in options:
+        yield error(f"{path}.json_model_override_args", "the framework sets it for a reward model; leave it out")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import describe
+from roll.base.text import nearest
 
 DECLARATIONS = Path("srt", "arg_groups", "fields")
 """Folder of the sglang package whose classes declare the fields of ServerArgs."""
@@ -81,6 +83,9 @@ VLLM_NAMES = {
 
 VLLM_ROLE_NAMES = {"tensor_parallel_size": "num_gpus_per_worker", "max_num_seqs": "max_running_requests"}
 """Option of vLLM -> key of the role."""
+
+SMALLEST_SHARE, LARGEST_SHARE = 0.02, 0.98
+"""Values of `mem_fraction_static` beyond which it is warned of."""
 
 TYPES: dict[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": type(None)}
 """Names in annotations that are checked; options of other types accept any value."""
@@ -192,3 +197,49 @@ def _is_of(value: Any, hint: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_is_of(item, inner[0]) for item in value)
     return type(value) is hint or (hint is float and type(value) is int)
+
+
+def check_engine_options(role: str, options: Mapping[str, Any], scores: bool) -> Iterator[Finding]:
+    """Options of `strategy_config` are SGLang's, with values that it takes, and none that other keys decide.
+
+    A model that `scores`, and is not trained, may be another one than the framework would load.
+    """
+    path, known = f"{role}.strategy_args.strategy_config", server_options()
+    for name, value in options.items():
+        if name in OWNED:
+            yield error(f"{path}.{name}", f"{value!r}: the framework sets this option; {OWNED[name]}")
+        elif known is not None and name not in known:
+            like = VLLM_NAMES.get(name) or nearest(name, known.keys() - OWNED.keys())
+            hint = f"; did you mean {like}?" if like else ""
+            if name in VLLM_ROLE_NAMES:
+                hint = f"; set {role}.{VLLM_ROLE_NAMES[name]}"
+            yield error(f"{path}.{name}", f"SGLang has no option of this name{hint}")
+        elif _is_refused(name, value, (known or {}).get(name)) and (not scores or REFUSED[name] == RUNS_CODE):
+            yield error(f"{path}.{name}", f"{value!r} {REFUSED[name]}; leave it out")
+        elif name == "mem_fraction_static":
+            yield from _check_share(f"{path}.{name}", value)
+        elif known is not None:
+            yield from _check_value(f"{path}.{name}", value, known[name])
+    if known is None and options:
+        yield warning(path, f"sglang is not installed here: {', '.join(options)} were not checked against its options")
+
+
+def _is_refused(name: str, value: Any, option: ServerOption | None) -> bool:
+    if name in ALLOWED and option is not None and (option.error(value) or option.remark(value)):
+        return False  # `_check_value` reports what SGLang does not know
+    return name in REFUSED and bool(value) and value not in ALLOWED.get(name, ("{}",))
+
+
+def _check_share(path: str, share: Any) -> Iterator[Finding]:
+    if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
+        yield error(path, f"{share!r} is not a share of the device's memory between 0 and 1, such as 0.8")
+    elif share is not None and not SMALLEST_SHARE <= share <= LARGEST_SHARE:
+        yield warning(path, f"{share:g} is unusual: usual values are between {SMALLEST_SHARE:g} and {LARGEST_SHARE:g}")
+
+
+def _check_value(path: str, value: Any, option: ServerOption) -> Iterator[Finding]:
+    refusal, doubt = option.error(value), option.remark(value)
+    if refusal:
+        yield error(path, refusal)
+    if doubt:
+        yield warning(path, doubt)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll.base.errors import Problem
 from roll.base.schema import SECTION, Key, Suggest, Tree, declared, describe, keys_by_path
+from roll.base.text import nearest
 from roll.configs.roles import ROLES, AbsentKey
 from roll.configs.yaml_files import leaves
 
-SIMILAR, VERY_SIMILAR = 0.6, 0.75
-"""Least similarity to a known name of the same section, and of another one, for a suggestion."""
-
+VERY_SIMILAR = 0.75
+"""Least similarity to a name of another section for a suggestion."""
 
 LISTED_KEYS = 20
 """Most keys of a section that are listed for an unknown one."""
@@ -63,13 +62,6 @@ def _ends(path: str) -> list[str]:
     """The path, and the path without its first part, its first two, and so on."""
     parts = path.split(".")
     return [".".join(parts[index:]) for index in range(len(parts))]
-
-
-def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
-    """The known name most similar to `name`, in any case of letters; None if no name is similar."""
-    by_lower = {each.lower(): each for each in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[close[0]] if close else None
 
 
 def suggest_for(

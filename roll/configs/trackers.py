@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from roll.base.errors import Problem
-from roll.base.schema import one_or_many, option
+from roll.base.errors import Finding, Problem, error, missing
+from roll.base.schema import Source, one_or_many, option
 
 METRICS_FILE = "metrics.jsonl"
 """File of `output_dir` with the metrics of every step, whatever `track_with` names."""
@@ -19,7 +21,7 @@ class TensorBoardOptions:
     """`tracker_kwargs.tensorboard`."""
 
     log_dir: str | None = option(None, "Folder of the event files; default: output_dir/tensorboard.")
-    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0)
+    flush_secs: float = option(30.0, "Maximum time a point stays in memory, in seconds.", gt=0, usual=(0.1, 86400.0))
 
 
 @dataclass
@@ -132,3 +134,18 @@ def nest_tracker_kwargs(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[P
 
 def _keys(tracker: str) -> set[str]:
     return {item.name for item in fields(TRACKER_OPTIONS[tracker])}
+
+
+def check_trackers(track_with: Sequence[str], tracker_kwargs: Mapping[str, Any], source: Source) -> Iterator[Finding]:
+    """Each tracker is named once and installed, and has the options that are given."""
+    for tracker, count in Counter(track_with).items():
+        if count > 1:
+            yield error("track_with", f"contains {tracker} {count} times; list it once")
+        package = missing_package(tracker)
+        if package is not None:
+            advice = f"install it with: {sys.executable} -m pip install {package}"
+            yield missing("track_with", f"{tracker} is not installed; {advice}")
+    for name in tracker_kwargs:
+        if name not in track_with:
+            message = f"track_with does not contain {name}; add it or remove this"
+            yield source.unused(f"tracker_kwargs.{name}", message, ["track_with"])

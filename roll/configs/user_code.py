@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from roll.configs.suggestions import nearest
+from roll.base.text import nearest
 
 MAX_MESSAGE_LENGTH = 500
 """Characters of an exception's message that are shown."""
@@ -59,6 +59,13 @@ def search_modules_beside(config_file: str | Path) -> None:
     for folder in (os.getcwd(), os.path.dirname(os.path.abspath(config_file))):
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def names_code(name: str) -> bool:
+    """Whether a name has the form `module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    parts = module.split(".")
+    return bool(colon and attribute.isidentifier() and all(map(str.isidentifier, parts)) and parts[-1] != "py")
 
 
 def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, Any]:

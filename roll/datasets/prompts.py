@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.records import Record, read_records
 
 DEFAULT_TAG = "default"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.prompts import Message, Question, answer, answer_in, question, record_id, with_unique_ids
 from roll.datasets.records import DatasetError, Record, read_records
 from roll.datasets.templates import ConversationEncoder, PromptEncoder, chat_messages

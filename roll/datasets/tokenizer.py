@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
 from roll.configs.agentic import AgenticConfig
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
-from roll.configs.roles import DataArguments
 from roll.datasets.preferences import encode_preferences
 from roll.datasets.sft import encode_sft_data
 from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables

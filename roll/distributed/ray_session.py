@@ -22,7 +22,7 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 
-from roll.configs.hardware import joins_ray
+from roll.configs.system_envs import joins_ray
 from roll.distributed.leftovers import make_session_folder, remove_leftovers, remove_session
 from roll.distributed.processes import ProcessGroup, has_ended, import_path
 from roll.distributed.remote_errors import RAY_GUESSES

@@ -16,8 +16,9 @@ from gymnasium.spaces import Text
 
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Converter, declared, option
+from roll.base.text import nearest
 from roll.configs.rewards import LARGEST_REWARD, is_trainable
-from roll.configs.suggestions import nearest, unknown
+from roll.configs.suggestions import unknown
 from roll.configs.user_code import definition_of
 
 Aggregation = Literal["mean", "sum", "last"]

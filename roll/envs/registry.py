@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium
 
-from roll.base.errors import ConfigError, Problem
+from roll.base.errors import ConfigError, Finding, Problem, error, missing
+from roll.base.text import nearest
 from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
 from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
 
@@ -40,6 +41,9 @@ built-in one:
 4. docs/environments.md, of which `tests/envs/test_documentation.py` requires its name, id, options and metrics, and its
    mention in README.md;
 5. its names in recipes of ROLL, if it has any, in `roll/compat/environments.py`."""
+
+SIMILAR_NAMES = ("sokoban_sandbox", "sokoban_mcp")
+"""Environments of other projects whose names look like misspelled names of built-in ones."""
 
 for _built_in in BUILT_IN.values():
     # TextEnv checks its turns and the order of calls itself, so gymnasium's wrappers are not needed.
@@ -77,6 +81,25 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
 def is_known(env_type: str) -> bool:
     """Whether `make_env` finds an environment by this name or id."""
     return env_type in BUILT_IN or env_type in gymnasium.registry
+
+
+def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Iterator[Finding]:
+    """Makes the environment of an entry of `custom_envs`, which is cheap for a built-in one, and yields its errors.
+
+    A name that is not similar to a known one is taken for an environment of another project, which a plan does without.
+    """
+    misspelled = nearest(env_type, BUILT_IN) and env_type not in SIMILAR_NAMES
+    if not is_known(env_type) and not misspelled:
+        yield missing(
+            f"{path}.env_type",
+            f"{env_type} is not an environment of this project; known: {', '.join(BUILT_IN)}, or write env_type: "
+            "module:Class, one of your own (docs/environments.md)",
+        )
+        return
+    try:
+        make_env(env_type, env_config, path)
+    except ConfigError as refused:
+        yield from (error(problem.path, problem.message) for problem in refused.problems)
 
 
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from roll.base.errors import RunError, gibibytes
+from roll.base.errors import RunError
+from roll.base.text import gibibytes
 from roll.hub.names import (
     CONFIG_NAME,
     WEIGHTS,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from roll.base.errors import gibibytes
+from roll.base.text import gibibytes
 from roll.hub.fetch import MODEL_FILES, UNUSED_MODEL_FILES, is_used
 from roll.hub.find import Found
 from roll.hub.names import CONFIG_NAME, HubError, HubName, HubUnreachable, missing_model_files, offline

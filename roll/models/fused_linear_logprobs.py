@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll.configs.memory import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES
+from roll.models.families.shape import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
-    from roll.configs.plan import Plan
     from roll.distributed.weights.report import UpdateReport
     from roll.pipeline.run import TrainingLoop
     from roll.pipeline.session import Session
+    from roll.plan.plan import Plan
     from roll.rollout.source import SampleBatch
     from roll.rollout.timers import StepClock
     from roll.trackers import TrackerGroup

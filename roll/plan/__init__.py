@@ -1,1 +1,1 @@
-"""What is checked and shown of a configuration before a process starts."""
+"""What is checked and shown of a configuration before a process starts; imports neither torch nor Ray."""

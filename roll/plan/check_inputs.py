@@ -16,18 +16,11 @@ from typing import Any
 
 from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
+from roll.configs.arguments import DataArguments
+from roll.configs.built_in_rewards import built_in_of, is_comparison, scoring_role
+from roll.configs.environments import names_class
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import (
-    RewardConfig,
-    built_in_of,
-    is_comparison,
-    no_reward,
-    rewards_of,
-    scoring_role,
-    truths_read,
-)
-from roll.configs.roles import DataArguments
-from roll.configs.rules.agentic import names_class
+from roll.configs.rewards import RewardConfig, no_reward, rewards_of, truths_read
 from roll.configs.scoring_roles import JudgeConfig
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
@@ -86,9 +79,7 @@ def check_inputs(config: BaseConfig) -> Report:
             check_lengths(config, played, count, report, positions)
     names = [worker.model_args.model_name_or_path for worker in config.device_roles().values()]
     if not report.errors and any(name is not None and has_tokenizer(local_model(name)) for name in names):
-        found = try_tokens(config, samples)
-        report.errors += found.errors
-        report.warnings += found.warnings
+        report.include(try_tokens(config, samples))
     return report
 
 

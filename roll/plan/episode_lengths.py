@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from roll.base.errors import Report
-from roll.configs.agentic import AgenticConfig, first_messages, turn_message
+from roll.configs.agentic import AgenticConfig
+from roll.configs.environments import first_messages, turn_message
 from roll.envs.self_test import Played
 
 MARKUP = 8

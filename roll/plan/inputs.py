@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll.base.errors import Problem
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import DataArguments
 from roll.hub.find import Finder, LookUp, folder_files
 from roll.hub.generated import generate, is_generated
 from roll.hub.names import HubError, hub_name

@@ -18,8 +18,8 @@ from psutil import Process
 
 from roll.base.errors import Report, RunError
 from roll.configs.agentic import AgenticConfig
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import DataArguments
 from roll.configs.user_code import start_user_process
 from roll.hub.names import has_tokenizer, local_model
 from roll.models.families.hf_config import UnsupportedModel
@@ -75,9 +75,7 @@ def _run(
     pool: ProcessPool, report: Report, limit_s: float, doing: str, task: Callable[..., Report], *args: Any
 ) -> None:
     try:
-        found: Report = pool.schedule(task, args=args, timeout=limit_s).result(START_TIMEOUT_S + limit_s)
-        report.errors += found.errors
-        report.warnings += found.warnings
+        report.include(pool.schedule(task, args=args, timeout=limit_s).result(START_TIMEOUT_S + limit_s))
     except TimeoutError:
         fix = "; correct the chat template" if task is _with_limit else ""
         report.error("", f"{doing} took longer than {limit_s:g} s{fix}")

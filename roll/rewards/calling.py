@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from roll.base.errors import RunError
-from roll.configs.rewards import LARGEST_REWARD, RewardConfig, built_in_of, is_comparison, is_trainable
-from roll.configs.suggestions import nearest
+from roll.base.text import nearest
+from roll.configs.built_in_rewards import built_in_of, is_comparison
+from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
 

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from roll.base.text import nearest
 from roll.configs.rewards import RewardConfig
-from roll.configs.suggestions import nearest
 from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.instructions import IFEVAL, ROLL
 

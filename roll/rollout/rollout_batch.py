@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import REWARD_PARTS
-from roll.configs.agentic import SampleBy
+from roll.configs.environments import SampleBy
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn

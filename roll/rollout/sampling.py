@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
-from roll.configs.roles import GeneratingArguments
+from roll.configs.arguments import GeneratingArguments
 from roll.rollout.types import SamplingParams
 
 

@@ -13,6 +13,7 @@ from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Tree
 from roll.configs.load import AnyConfig, build_config
 from roll.configs.yaml_files import YamlLoader, leaves, merge, override_tree, read_tree
+from roll.envs.registry import try_environment
 
 KEPT_REFERENCES = ("oc.env:", "now:")
 """References that are printed as they are: a variable may be a secret, and a time is that of the run."""
@@ -49,7 +50,7 @@ def convert(path: str | Path, overrides: Sequence[str] = ()) -> str:
     notes: list[Problem] = []
     own: set[str] = set()
     base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
-    given = (str(path), notes, set(leaves(top)), own | top.keys())
+    given = (str(path), notes, set(leaves(top)), own | top.keys(), try_environment)
     tree = merge(base, top)
     try:
         config = build_config(_with_kept(tree), None, *given)

@@ -23,7 +23,8 @@ from pebble.pool.base_pool import PoolStatus
 from pebble.pool.process import dictionary_values
 
 from roll.base.terminal import block_interrupts
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, is_comparison
+from roll.configs.built_in_rewards import is_comparison
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
 from roll.usercode import reward_process
 from roll.usercode.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY

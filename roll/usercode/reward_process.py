@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig, built_in_of, is_comparison
+from roll.configs.built_in_rewards import built_in_of, is_comparison
+from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.configs.user_code import (
     UserCodeError,
     failure_text,

@@ -4,7 +4,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from roll.algorithms.learning_rate import LearningRate
-from roll.configs.roles import TrainingArguments
+from roll.configs.arguments import TrainingArguments
 
 
 def rates(steps=10, **options):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roll.configs.load import load_config
-from roll.configs.plan import make_plan
+from roll.plan.plan import make_plan
 from roll.tools.convert import convert
 from tests.compat.golden import answered, cases, converted, golden_file
 from tests.configs.samples import LAPTOP, RECIPES, SFT, recipes, write

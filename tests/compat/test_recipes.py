@@ -13,15 +13,16 @@ from roll.base.schema import value_at
 from roll.compat.recipe import Recipe
 from roll.compat.roll import ROLL
 from roll.configs.agentic import AgenticConfig
+from roll.configs.check import check
 from roll.configs.load import load_config
 from roll.configs.pipeline import BaseConfig, RLVRConfig
-from roll.configs.rules import check
+from roll.envs.registry import try_environment
 from roll.plan.check_inputs import check_environments
 from tests.configs.samples import AGENTIC, READ_KEYS, RECIPES, REFUSED, RLVR, agentic, recipes, rlvr, write
 
 
 def load(name: str, *overrides: str) -> BaseConfig:
-    return load_config(RECIPES / f"{name}.yaml", overrides)
+    return load_config(RECIPES / f"{name}.yaml", overrides, try_environment=try_environment)
 
 
 def notes(config: BaseConfig) -> str:

@@ -9,11 +9,12 @@ import yaml
 
 from roll.base.errors import ConfigError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.hardware import Hardware
 from roll.configs.load import load_config
-from roll.configs.memory import MemoryPlan
 from roll.configs.pipeline import RLVRConfig, SFTConfig
-from roll.configs.plan import Plan
+from roll.envs.registry import try_environment
+from roll.plan.hardware import Hardware
+from roll.plan.memory import MemoryPlan
+from roll.plan.plan import Plan
 
 DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
@@ -139,7 +140,7 @@ def sft(folder: Path, *overrides: str) -> SFTConfig:
 
 def agentic(folder: Path, *overrides: str, text: str = AGENTIC) -> AgenticConfig:
     """The agentic sample with overrides."""
-    config = load_config(write(folder, text), overrides)
+    config = load_config(write(folder, text), overrides, try_environment=try_environment)
     assert isinstance(config, AgenticConfig)
     return config
 
@@ -147,7 +148,7 @@ def agentic(folder: Path, *overrides: str, text: str = AGENTIC) -> AgenticConfig
 def refusal(folder: Path, *overrides: str, text: str = RLVR) -> str:
     """The error of a configuration that must not load."""
     try:
-        load_config(write(folder, text), overrides)
+        load_config(write(folder, text), overrides, try_environment=try_environment)
     except ConfigError as error:
         return str(error)
     raise AssertionError("this configuration loads")

@@ -11,15 +11,8 @@ from roll.algorithms.advantages import AdvantageConfig
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.base.schema import Converter, known_keys
 from roll.configs.advantages import TURN_ESTIMATORS
-from roll.configs.agentic import (
-    SYSTEM_TEMPLATE,
-    TURN_FIELDS,
-    TURN_TEMPLATE,
-    AgenticOptions,
-    RewardNormalization,
-    system_template,
-    turn_template,
-)
+from roll.configs.agentic import AgenticOptions, RewardNormalization
+from roll.configs.environments import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.suggestions import suggest_for
 from tests.configs.samples import refusal

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from roll.base.errors import ConfigError, Report
-from roll.configs.hardware import Hardware, prepare_devices
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
+from roll.plan.hardware import Hardware, prepare_devices
 from tests.configs.samples import RLVR, refusal, rlvr, sft, write
 
 
@@ -342,7 +342,7 @@ def test_null_removes_a_reward_of_a_base_file(tmp_path: Path) -> None:
 def test_a_variable_that_is_not_set_leaves_its_name(tmp_path: Path) -> None:
     config = rlvr(tmp_path, text=RLVR + "output_dir: ${oc.env:NOT_SET_HERE}/runs\n")
     assert config.output_dir == "$NOT_SET_HERE/runs"
-    assert config.source.unset[0][0] == "output_dir"
+    assert [problem.path for problem in config.source.report.missing] == ["output_dir"]
 
 
 def test_an_automatic_platform_has_the_bounds_of_what_it_turns_out_to_be(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from roll.base.errors import ConfigError, gibibytes
-from roll.configs.plan import fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
+from roll.base.errors import ConfigError
+from roll.base.text import gibibytes
 from roll.models.families.shape import read_model_shape
+from roll.plan.plan import fits_devices, make_plan, needed_memory, shared_device_memory
+from roll.plan.show import print_plan
 from tests.configs.samples import DATA, RLVR, SERVER, bytes_of, memory, rlvr
 
 MEGATRON = "actor_train.strategy_args.strategy_config"

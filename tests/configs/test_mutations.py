@@ -12,11 +12,10 @@ import yaml
 
 from roll.base.errors import ConfigError
 from roll.base.schema import Key, known_keys
-from roll.configs.load import load_config
-from roll.configs.plan import make_plan
-from roll.configs.rules import check
-from roll.configs.rules.ranges import MAX_PROCESSES, SHORTEST_TIMEOUT_S, USUAL, YEAR_S
+from roll.configs.check import check
+from roll.configs.load import PIPELINES, load_config
 from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
+from roll.plan.plan import make_plan
 from tests.configs.samples import refusal, rlvr, sft
 
 pytestmark = pytest.mark.slow
@@ -169,9 +168,12 @@ def test_zero_is_not_unusual_where_it_turns_something_off(tmp_path: Path, key: s
     assert check(rlvr(tmp_path, f"{key}=0")).warnings == []
 
 
-def test_usual_values_are_ranges() -> None:
-    assert all(least <= largest for least, largest in USUAL.values())
-    assert SHORTEST_TIMEOUT_S < YEAR_S and MAX_PROCESSES > 1
+@pytest.mark.parametrize("root", PIPELINES.values())
+def test_usual_values_are_a_range_around_the_default(root: type) -> None:
+    for key in known_keys(root):
+        if key.field.metadata["usual"] is not None:
+            least, largest = key.field.metadata["usual"]
+            assert least < largest and (not key.default or least <= key.default <= largest), key.path
 
 
 def test_the_folder_of_the_model_is_no_folder_for_output(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from roll.base.errors import ConfigError, gibibytes
-from roll.configs.hardware import Hardware, prepare_run
+from roll.base.errors import ConfigError
+from roll.base.text import gibibytes
 from roll.configs.load import load_config
 from roll.configs.parallel_layout import spans
-from roll.configs.plan import Plan, fits_devices, make_plan, needed_memory, print_plan, shared_device_memory
 from roll.models.families.shape import read_model_shape
+from roll.plan.hardware import Hardware, prepare_run
+from roll.plan.plan import Plan, fits_devices, make_plan, needed_memory, shared_device_memory
+from roll.plan.show import print_plan
 from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -368,7 +370,7 @@ def test_neighbouring_devices_of_the_same_roles_are_one_row_and_no_name_is_cut(t
     text = StringIO()
     console = Console(file=text, width=80, highlight=False)
     plan = make_plan(rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2"), SERVER)
-    with mock.patch("roll.configs.plan.make_console", return_value=console):
+    with mock.patch("roll.plan.show.make_console", return_value=console):
         print_plan(plan)
     printed = text.getvalue()
     assert "actor_train ranks 0-15" in printed and "actor_infer engines 0-3" in printed

@@ -12,7 +12,8 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.load import load_config
-from roll.configs.plan import make_plan, print_plan
+from roll.plan.plan import make_plan
+from roll.plan.show import print_plan
 from tests.configs.samples import AGENTIC, DATA, LAPTOP, SERVER, agentic, write
 from tests.configs.test_agentic import recipe
 from tests.configs.test_plan import EXAMPLES, bytes_of, lines
@@ -104,8 +105,9 @@ def test_agentic_examples_plan(name: str, ratio: float) -> None:
 def test_planning_agents_imports_no_engine(tmp_path: Path) -> None:
     path = write(tmp_path, AGENTIC)
     code = (
-        "import sys, roll.configs.load, roll.configs.plan\n"
-        f"roll.configs.plan.make_plan(roll.configs.load.load_config({str(path)!r}))\n"
+        "import sys, roll.configs.load, roll.envs.registry, roll.plan.plan\n"
+        f"config = roll.configs.load.load_config({str(path)!r}, try_environment=roll.envs.registry.try_environment)\n"
+        "roll.plan.plan.make_plan(config)\n"
         "names = ('roll.envs', 'torch', 'ray', 'sglang', 'megatron', 'transformers')\n"
         "print([name for name in names if name in sys.modules])"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.base.schema import declared, known_keys
+from roll.configs.check import check
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
@@ -20,7 +21,6 @@ from roll.configs.roles import (
     RoleConfig,
     ValidationConfig,
 )
-from roll.configs.rules import check
 from roll.configs.scoring_roles import JudgeConfig, RewardModelRoleConfig
 from tests.configs.samples import SFT, refusal, rlvr, sft
 

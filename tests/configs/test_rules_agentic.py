@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.rules import check
-from roll.configs.rules.agentic import names_class
+from roll.configs.check import check
+from roll.configs.environments import names_class
 from tests.configs.samples import AGENTIC, agentic, refusal
 
 TRAIN = "train_env_manager"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from roll.base.errors import ConfigError, Problem
-from roll.configs.hardware import prepare_run
-from roll.configs.plan import make_plan
-from roll.configs.rules import check
+from roll.configs.check import check
+from roll.plan.hardware import prepare_run
+from roll.plan.plan import make_plan
 from tests.configs.samples import LAPTOP, RLVR, SERVER, SFT, refusal, rlvr, sft
 
 TP = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
@@ -355,9 +355,7 @@ def test_missing_resources_stop_a_run_only(tmp_path: Path, monkeypatch: pytest.M
 def test_engine_options_are_not_checked_where_sglang_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from roll.configs.rules import devices
-
-    monkeypatch.setattr(devices, "server_options", lambda: None)
+    monkeypatch.setattr("roll.configs.sglang_options.server_options", lambda: None)
     warnings = check(rlvr(tmp_path, f"{SGLANG}.anything=1")).warnings
     assert [str(warning) for warning in warnings] == [
         f"{SGLANG}: sglang is not installed here: anything were not checked against its options"

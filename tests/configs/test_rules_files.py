@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from roll.base import errors
 from roll.base.errors import Problem, similar_path, unreachable
-from roll.configs.rules import check
+from roll.configs.check import check
 from tests.configs.samples import refusal, rlvr
 
 LONG = "a" * 300

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.asynchronous import versions_ahead
-from roll.configs.rules import check
+from roll.configs.check import check
 from tests.configs.samples import refusal, rlvr
 
 

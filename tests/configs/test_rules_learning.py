@@ -8,8 +8,8 @@ import pytest
 
 from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.advantages import GROUP_ESTIMATORS
+from roll.configs.check import check
 from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
-from roll.configs.rules import check
 from tests.configs.samples import MODEL, refusal, rlvr
 
 VARIANT, ASYNC = "actor_train.pg_variant", "async_generation_ratio=1"

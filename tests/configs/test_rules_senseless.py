@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.rules import check
+from roll.configs.check import check
 from tests.configs.samples import MODEL, refusal, rlvr
 
 ENGINE = "actor_infer.strategy_args.strategy_config"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.rules import check
+from roll.configs.check import check
 from tests.configs.samples import AGENTIC, agentic, refusal, rlvr
 
 ALONE = "adv_estimator=reinforce num_return_sequences_in_group=1 rollout_batch_size=512"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs import trackers
-from roll.configs.rules import check
+from roll.configs.check import check
 from roll.trackers import make_trackers
 from tests.configs.samples import RLVR, refusal, rlvr
 

@@ -8,9 +8,9 @@ import pytest
 
 from roll.base.schema import known_keys
 from roll.configs.agentic import AgenticConfig
+from roll.configs.check import check
 from roll.configs.load import PIPELINES
 from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
-from roll.configs.rules import check
 from roll.hub.splits import READABLE
 from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from examples.tiny_math.prepare import END, make_tokenizer
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.preferences import encode_preferences, load_preferences
 from roll.datasets.prompts import Question, load_prompts
 from roll.datasets.records import DatasetError

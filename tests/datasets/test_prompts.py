@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.prompts import MixedSampler, Prompt, PromptSampler, Question, load_prompts
 from roll.datasets.records import DatasetError
 from tests.datasets.files import jsonl, row

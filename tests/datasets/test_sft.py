@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.prompts import Question
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import PromptResponse, encode_sft_data, load_sft_data

@@ -11,8 +11,8 @@ import yaml
 from gymnasium.utils.env_checker import check_env
 
 from roll.base.schema import declared
+from roll.configs.check import check
 from roll.configs.load import load_config
-from roll.configs.rules import check
 from roll.envs import make_env
 from roll.envs.registry import BUILT_IN
 

@@ -10,9 +10,9 @@ import pytest
 
 from examples.algorithms import compare
 from roll.configs.advantages import ADV_ESTIMATORS, TURN_ESTIMATORS
-from roll.configs.hardware import prepare_run
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.policy import VARIANT_TRAITS, losses_of
+from roll.plan.hardware import prepare_run
 from tests.configs.samples import LAPTOP, write
 
 ALLOWED = ("vanilla does not correct for the age of samples",)

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from roll.compat.async_trainers import ASYNC
-from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.plan import make_plan
 from roll.pipeline.extensions import load_extensions
+from roll.plan.hardware import prepare_run
+from roll.plan.plan import make_plan
 from tests.configs.samples import LAPTOP, write
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

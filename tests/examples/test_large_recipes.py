@@ -8,7 +8,7 @@ import pytest
 
 from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.plan import make_plan
+from roll.plan.plan import make_plan
 from tests.configs.samples import DATA, LAPTOP
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

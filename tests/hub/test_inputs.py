@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from examples.tiny_math.prepare import make_tokenizer
 from roll import cli
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.plan import Plan, make_plan, print_plan
 from roll.datasets.prompts import load_prompts
 from roll.datasets.tokenizer import load_tokenizer
 from roll.hub.names import HubError
 from roll.models.tiny import write_tiny_model
 from roll.plan.check_inputs import check_inputs
 from roll.plan.inputs import fetch_inputs, look_up
+from roll.plan.plan import Plan, make_plan
+from roll.plan.show import print_plan
 from tests.configs.samples import RLVR, SERVER, rlvr, write
 from tests.datasets.files import jsonl, row
 from tests.hub_server import HubServer, commit_of, go_offline

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from roll.configs.memory import memory_plans
 from roll.datasets.batch import DataProto
 from roll.models.families.shape import read_model_shape
+from roll.plan.memory import memory_plans
 from tests.integration.rank_pool import RankContext
 
 SAMPLES, WIDTH = 2, 256

@@ -60,18 +60,16 @@ class RankContext:
 
         With `infer` the model is frozen; with `reward_model` too, it is that of role `reward`.
         """
+        from roll.configs.arguments import MegatronModelArguments, TrainingArguments, TrainModelArguments
         from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
         from roll.configs.pipeline import SFTConfig
         from roll.configs.roles import (
             ActorTrainConfig,
             CriticConfig,
             MegatronInferArguments,
-            MegatronModelArguments,
             MegatronRoleConfig,
             MegatronTrainArguments,
             RewardModelTrainConfig,
-            TrainingArguments,
-            TrainModelArguments,
         )
         from roll.configs.scoring_roles import RewardModelRoleConfig
         from roll.platforms import get_platform

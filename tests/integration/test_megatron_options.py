@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
+from roll.configs.arguments import TrainingArguments
 from roll.configs.megatron import MegatronTrainConfig, part_layers, with_defaults
-from roll.configs.roles import TrainingArguments
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from runs import ROOT, lines
 
 from examples.tiny_math.problems import write_problems
 from examples.tiny_reward_model.demo import write_pairs
-from roll.configs.roles import DataArguments
+from roll.configs.arguments import DataArguments
 from roll.datasets.preferences import encode_preferences, load_preferences
 from tests.integration.shared_runs import SharedRuns
 

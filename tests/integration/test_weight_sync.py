@@ -15,15 +15,14 @@ import ray
 import torch
 from weight_sync_workers import Fault, FaultySynchronizer, FaultyWorker, OwnRankTransport
 
+from roll.configs.arguments import ModelArguments, TrainModelArguments
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
     ActorInferConfig,
     ActorTrainConfig,
     MegatronTrainArguments,
     MegatronTrainConfig,
-    ModelArguments,
     SGLangArguments,
-    TrainModelArguments,
 )
 from roll.datasets.batch import DataProto
 from roll.distributed.cluster import Cluster

@@ -18,7 +18,8 @@ import pytest
 
 from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import EVENTS_FILE, EventLog
-from roll.configs.pipeline import BaseConfig, SFTConfig, Source
+from roll.base.schema import Source
+from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import launch as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from roll.base.errors import Report
-from roll.configs.agentic import AgenticConfig, CustomEnvConfig
+from roll.configs.agentic import AgenticConfig
+from roll.configs.environments import CustomEnvConfig
 from roll.envs.self_test import Played
 from roll.plan.episode_lengths import check_lengths
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from pebble.pool.base_pool import PoolStatus
 
-from roll.configs.rewards import BUILT_IN, RewardConfig
+from roll.configs.built_in_rewards import BUILT_IN
+from roll.configs.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.usercode.reward_pool import RewardPool, RewardSelfTestError

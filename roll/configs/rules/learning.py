@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from roll.base.errors import Report
 from roll.base.schema import value_at
+from roll.base.text import nearest
 from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
+from roll.configs.arguments import LONGEST_SAMPLING_MASK
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
 from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
-from roll.configs.roles import LONGEST_SAMPLING_MASK
-from roll.configs.suggestions import nearest
 
 OPSM_NOISE = 1e-2
 """In half precision log-probs differ by up to 0.05 nats a token; a smaller mean over a response says nothing."""

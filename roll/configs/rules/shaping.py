@@ -5,8 +5,9 @@ from __future__ import annotations
 from roll.base.errors import Report
 from roll.configs.advantages import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.configs.agentic import AgenticConfig
+from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.rewards import RewardConfig, rewards_of, scoring_role
+from roll.configs.rewards import RewardConfig, rewards_of
 
 
 def check_shaping(config: RLConfig, report: Report) -> None:

@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from roll.configs.arguments import TORCH_DTYPES, TrainingArguments
 from roll.configs.megatron import MegatronTrainConfig
-from roll.configs.roles import TORCH_DTYPES, TrainingArguments
 from roll.models.factory import HiddenStateModel, transformer_engine_available
 
 

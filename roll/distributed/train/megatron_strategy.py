@@ -21,10 +21,11 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.learning_rate import LearningRate
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
-from roll.configs.roles import TORCH_DTYPES, MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import DataProto
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train import megatron_checkpoint

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.parallel_layout import ParallelLayout
-from roll.configs.roles import TORCH_DTYPES
 
 
 class PlanError(ValueError):

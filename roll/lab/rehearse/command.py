@@ -15,10 +15,11 @@ import yaml
 
 from roll.base.errors import RunError
 from roll.base.terminal import make_console
-from roll.configs.hardware import prepare_run
 from roll.configs.load import build_config, load_config
 from roll.configs.pipeline import BaseConfig
+from roll.envs.registry import try_environment
 from roll.models.families.hf_config import UnsupportedModel
+from roll.plan.hardware import prepare_run
 from roll.tools.processes import CONSOLE_LOG
 from roll.tools.show.command import tokenizer_decode
 from roll.tools.terminal import integer, option_error
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = arguments.out or Path("output", "rehearsal", f"{file.resolve().parent.name}-{file.stem}")
     say(f"rehearsing {file} in {out}")
-    recipe = load_config(file, arguments.overrides)
+    recipe = load_config(file, arguments.overrides, try_environment=try_environment)
     prepare_folder(out)
     from roll.lab.rehearse.report import findings, sample_view, summary_of, tables, verdict  # imports torch
     from roll.lab.rehearse.runs import cause_of_failure, run_twice
@@ -100,7 +101,7 @@ def write_miniature(recipe: BaseConfig, out: Path, steps: int, say: Say) -> tupl
     file = out / CONFIG_FILE
     head = f"# {recipe.source.file} in miniature, written by `roll rehearse`.\n"
     file.write_text(head + yaml.safe_dump(rehearsal.tree, sort_keys=False), encoding="utf-8")
-    small = build_config(rehearsal.tree, source=str(file))
+    small = build_config(rehearsal.tree, source=str(file), try_environment=try_environment)
     prepare_run(small)
     return rehearsal, small
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.base.errors import ConfigError, RunError
-from roll.configs.agentic import AgenticConfig, CustomEnvConfig
+from roll.configs.agentic import AgenticConfig
+from roll.configs.environments import CustomEnvConfig
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.user_code import failure_text, users_frame
 from roll.envs import make_env

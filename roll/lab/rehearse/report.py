@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.built_in_rewards import scoring_role
 from roll.configs.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig
-from roll.configs.rewards import rewards_of, scoring_role
+from roll.configs.rewards import rewards_of
 from roll.configs.roles import EngineRoleConfig
 from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts

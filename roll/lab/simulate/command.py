@@ -6,12 +6,12 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from roll.base.errors import ConfigError, Problem, Report
 from roll.configs.agentic import AgenticConfig
-from roll.configs.hardware import Hardware, resolve_platform, this_machine
 from roll.configs.load import load_config
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.pipeline import RLConfig
 from roll.lab.simulate.calibration import (
     Measurements,
     RunShape,
@@ -22,7 +22,11 @@ from roll.lab.simulate.calibration import (
 from roll.lab.simulate.cost_model import CostModel, fit_cost_model, fit_slowdown
 from roll.lab.simulate.report import prediction_as_dict, print_prediction
 from roll.lab.simulate.search import check_size, configured_split, predict
+from roll.plan.hardware import Hardware, resolve_platform, this_machine
 from roll.tools.terminal import number, option_error
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import BaseConfig
 
 MIN_GENERATE_S = 1e-6
 """Smallest value of --generate: a simulated engine cannot be infinitely fast."""

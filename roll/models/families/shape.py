@@ -16,6 +16,13 @@ from roll.models.families.layouts import GroupedQKV, padded_vocabulary
 from roll.models.families.registry import family_of
 from roll.models.families.weights import WeightRule
 
+HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
+that fit into caches are fast on a CPU; larger ones keep a GPU busy and need fewer reductions over ranks."""
+
+HEAD_KEPT_BYTES = 512 * 2**20
+"""Logits up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
+
 
 @dataclass(frozen=True)
 class RotaryConfig:

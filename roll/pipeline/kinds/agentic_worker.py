@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.agentic import AgenticConfig
+from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
 from roll.datasets.batch import DataProto
 from roll.distributed.env_pool.pool import EnvPool

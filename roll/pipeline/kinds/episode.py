@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from roll.configs.agentic import first_messages, turn_message
+from roll.configs.environments import first_messages, turn_message
 from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.distributed.env_pool.pool import EnvHandle, EnvPool

@@ -14,9 +14,9 @@ import torch
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.base.errors import RunError
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import PreferenceConfig, role_seed
-from roll.configs.plan import make_plan
-from roll.configs.roles import DataArguments, TrainedRoleConfig
+from roll.configs.roles import TrainedRoleConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
 from roll.datasets.preferences import PreferencePair, load_preferences
@@ -29,6 +29,7 @@ from roll.pipeline.learning.actor_learner import ActorLearner
 from roll.pipeline.learning.shards import sample_costs, sample_lengths, training_shards
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
+from roll.plan.plan import make_plan
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup

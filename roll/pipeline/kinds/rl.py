@@ -12,7 +12,6 @@ from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.configs.defaults import fill_in_mismatch
 from roll.configs.pipeline import RLConfig
-from roll.configs.plan import make_plan
 from roll.datasets.tokenizer import load_tokenizer
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
@@ -25,6 +24,7 @@ from roll.pipeline.learning.learner import RLLearner
 from roll.pipeline.rollout_client import NAME, RolloutClient
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
+from roll.plan.plan import make_plan
 from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.rollout_worker import Purpose, RolloutWorker

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
+from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.configs.rewards import scoring_role
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_scored

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.base.errors import RunError
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import SFTConfig, role_seed
-from roll.configs.plan import make_plan
-from roll.configs.roles import DataArguments
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_examples
 from roll.datasets.prompts import PromptSampler
@@ -22,6 +21,7 @@ from roll.pipeline.learning.actor_learner import ActorLearner
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
+from roll.plan.plan import make_plan
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from tensordict import TensorDict
 
-from roll.configs.memory import model_shapes
 from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.plan.memory import model_shapes
 
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""

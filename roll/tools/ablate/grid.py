@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll.base.errors import ConfigError, Problem
-from roll.configs.hardware import prepare_run
 from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
 from roll.configs.policy import VARIANT_KEYS
 from roll.configs.yaml_files import leaves, override_tree
+from roll.envs.registry import try_environment
 from roll.pipeline.extensions import load_extensions
+from roll.plan.hardware import prepare_run
 
 GRID_KEYS = {
     "actor_train.pg_variant": "use --variants",
@@ -113,7 +114,7 @@ def _override_problems(overrides: Sequence[str], variants: set[str]) -> list[Pro
 
 
 def _load(config: str | Path, overrides: Sequence[str]) -> tuple[RLConfig, list[str]]:
-    loaded = load_config(config, overrides)
+    loaded = load_config(config, overrides, try_environment=try_environment)
     assert isinstance(loaded, RLConfig)
     if not loaded.eval_steps:
         message = "0 disables validation, so there are no scores to compare; set it to 1 or more"

@@ -13,8 +13,9 @@ from rich import box
 from rich.table import Table
 
 from roll.base.terminal import end_now, handle_interrupt, make_console
-from roll.configs.hardware import prepare_devices
 from roll.configs.load import load_config
+from roll.envs.registry import try_environment
+from roll.plan.hardware import prepare_devices
 from roll.tools.doctor.comparison import MEASURES, RankSpeeds, medians, slow_nodes, slow_speeds
 from roll.tools.terminal import number
 
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the configuration cannot be used on this machine.
         RunError: a measurement failed.
     """
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, try_environment=try_environment)
     prepare_devices(config)
     print("starting Ray and a process on each device", file=sys.stderr, flush=True)
     from roll.tools.doctor.measure import measure  # imports torch and Ray

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from roll.base.errors import RunError
+from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import TORCH_DTYPES, RoleConfig
+from roll.configs.roles import RoleConfig
 from roll.distributed.cluster import Cluster
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.ray_session import RayStartError, start_ray, stop_ray

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.base.errors import RunError
-from roll.configs.agentic import AgenticConfig, EnvManagerConfig
+from roll.configs.agentic import AgenticConfig
+from roll.configs.environments import EnvManagerConfig
 from roll.pipeline.kinds.agentic_worker import AgenticWorker, TagCycle
 from roll.pipeline.kinds.runner import run_all
 from roll.rollout.ledger import PromptRequest

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from examples.tiny_frozen_lake.play import LAKE, write_play
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import role_seed
-from roll.configs.roles import DataArguments
 from roll.datasets.sft import encode_sft_data, load_sft_data
 from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.kinds.episode import Episode, EpisodeFailed

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.configs.arguments import TrainingArguments
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import DPOConfig, RewardModelConfig
-from roll.configs.roles import ActorTrainConfig, RewardModelTrainConfig, TrainingArguments
+from roll.configs.roles import ActorTrainConfig, RewardModelTrainConfig
 from roll.datasets.preferences import PreferencePair
 from roll.datasets.sft import SFTExample
 from roll.pipeline.kinds.dpo import DPOLearner

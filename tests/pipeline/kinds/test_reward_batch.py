@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import BUILT_IN, RewardConfig
+from roll.configs.rewards import RewardConfig
 from roll.configs.scoring_roles import (
     RewardEngineConfig,
     RewardEngineModelArguments,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from roll.configs.arguments import TrainingArguments, TrainModelArguments
 from roll.configs.parallel_layout import ParallelLayout
-from roll.configs.roles import ActorTrainConfig, TrainingArguments, TrainModelArguments
+from roll.configs.roles import ActorTrainConfig
 from roll.datasets.batch import DataProto
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.preference import pair_plans

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from roll.configs.agentic import SampleBy
+from roll.configs.environments import SampleBy
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_samples
 from roll.rollout.rollout_batch import batch_of_groups, dump_samples

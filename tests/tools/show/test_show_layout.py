@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from roll.configs.agentic import SampleBy
+from roll.configs.environments import SampleBy
 from roll.rollout.types import Group
 from roll.tools.show.command import token_numbers
 from roll.tools.show.formatting import sanitize, sanitize_line, sanitize_short, shorten

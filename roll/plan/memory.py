@@ -10,21 +10,15 @@ import contextlib
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from roll.base.errors import gibibytes
+from roll.base.text import gibibytes
+from roll.configs.arguments import DTYPE_BYTES, OLD_LOG_PROBS
 from roll.configs.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
-from roll.configs.roles import DTYPE_BYTES, OLD_LOG_PROBS, EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring_roles import ScoringEngineConfig
 from roll.hub.names import local_model
 from roll.models.families.hf_config import UnsupportedModel
-from roll.models.families.shape import ModelShape, read_model_shape
-
-HEAD_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Size of the fp32 logits of one chunk of tokens on one rank: the output head never has those of all tokens. Chunks
-that fit into caches are fast on a CPU; larger ones keep a GPU busy and need fewer reductions over ranks."""
-
-HEAD_KEPT_BYTES = 512 * 2**20
-"""Logits up to this size are kept for the head's backward pass; larger ones are recomputed chunk by chunk."""
+from roll.models.families.shape import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES, ModelShape, read_model_shape
 
 TOP_TOKEN_BYTES = 48
 """Memory of one of the teacher's `opd_top_k` tokens in a training micro-batch: twelve fp32 values of it, its id, its

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from roll.base.errors import ConfigError, Report, gibibytes
+from roll.base.errors import ConfigError, Finding, Report, error, missing, warning
+from roll.base.text import gibibytes
+from roll.configs.check import check
 from roll.configs.defaults import fill_in_mismatch
-from roll.configs.memory import STATE_LINES, memory_plans, model_shapes
+from roll.configs.model_files import check_head_sizes
 from roll.configs.parallel_layout import by_node, spans
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
-from roll.configs.rules import check
-from roll.configs.rules.files import check_head_sizes
+from roll.configs.system_envs import compiler_problem, joins_ray
+from roll.plan.memory import STATE_LINES, memory_plans, model_shapes
 
 GPUS_PER_NODE = 8
 """Assumed devices per node of a run on GPUs that is planned on a machine without any."""
@@ -46,11 +47,6 @@ def this_machine() -> Hardware:
     return Hardware(gpus=devices, cores=len(os.sched_getaffinity(0)), memory_bytes=memory)
 
 
-def joins_ray() -> bool:
-    """Whether a run joins the Ray that RAY_ADDRESS names, instead of starting its own."""
-    return os.environ.get("RAY_ADDRESS", "").strip() not in ("", "local")
-
-
 def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[str]:
     """Resolves `platform: auto` by the hardware of this machine, and checks everything a run needs.
 
@@ -67,12 +63,13 @@ def prepare_run(config: BaseConfig, hardware: Hardware | None = None) -> list[st
     report = check(config)
     if guessed:
         report.warn("platform", "auto is cpu, since this machine has no GPU; write cuda where the cluster has GPUs")
-    check_fits_machine(config, config.platform, hardware, report)
-    check_memory(config, config.platform, hardware, report)
+    report.add(check_fits_machine(config, config.platform, hardware))
     per_node = config.num_devices_per_node or (hardware.cores if config.platform == "cpu" else hardware.gpus)
-    if per_node and not report.errors:
-        check_nodes(config, config.platform, per_node, report)
-    check_head_sizes(config, config.platform, report)
+    if not report.errors:
+        report.add(check_memory(config, config.platform, hardware))
+        if per_node:
+            report.add(check_nodes(config, config.platform, per_node))
+    report.add(check_head_sizes(config, config.platform))
     problems = report.errors + report.missing
     if problems:
         raise ConfigError(problems, config.source.file)
@@ -88,7 +85,7 @@ def prepare_devices(config: BaseConfig, hardware: Hardware | None = None) -> Non
     hardware = hardware or this_machine()
     _resolve_auto(config, hardware)
     report = Report()
-    check_fits_machine(config, config.platform, hardware, report)
+    report.add(check_fits_machine(config, config.platform, hardware))
     problems = report.errors + report.missing
     if problems:
         raise ConfigError(problems, config.source.file)
@@ -132,9 +129,9 @@ def resolve_platform(config: BaseConfig, hardware: Hardware, report: Report) -> 
     return platform, hardware.gpus or GPUS_PER_NODE
 
 
-def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
+def check_nodes(config: BaseConfig, platform: str, devices_per_node: int) -> Iterator[Finding]:
     """Engines are split evenly over their nodes; groups that span nodes, and GPUs shared on several, are slow."""
-    _check_sharing(config, platform, devices_per_node, report)
+    yield from _check_sharing(config, platform, devices_per_node)
     for role, worker in config.device_roles().items():
         size, path = worker.layout.tensor, f"{role}.device_mapping"
         what = "a tensor-parallel group" if isinstance(worker, MegatronRoleConfig) else "an engine"
@@ -145,28 +142,28 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int, report
             placement = (
                 f"devices {spans(spanning[0])} are on nodes {spans(nodes)} ({devices_per_node} devices per node)"
             )
-            report.warn(path, f"{what} spans nodes and will be slow: {placement}")
+            yield warning(path, f"{what} spans nodes and will be slow: {placement}")
         try:
             for group in groups if isinstance(worker, EngineRoleConfig) else ():
                 by_node(group, devices_per_node)
-        except ValueError as error:
-            report.error(path, f"num_gpus_per_worker {size} gives an engine {error}; or lower num_gpus_per_worker")
+        except ValueError as reason:
+            yield error(path, f"num_gpus_per_worker {size} gives an engine {reason}; or lower num_gpus_per_worker")
 
 
-def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, report: Report) -> None:
+def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int) -> Iterator[Finding]:
     if platform == "cpu" or not isinstance(config, RLConfig):
         return
     devices = {*config.actor_train.device_mapping, *config.actor_infer.device_mapping}
     nodes = {device // devices_per_node for device in devices}
     if config.shares_devices and len(nodes) > 1:
-        report.warn(
+        yield warning(
             "actor_infer.device_mapping",
             f"shares the GPUs of actor_train on {len(nodes)} nodes: weights are sent through host memory with gloo, "
             "which is slower than NCCL between separate GPUs, or shared memory within one node",
         )
     share = config.actor_infer.strategy_args.strategy_config.get("mem_fraction_static")
     if share is None and config.keeps_engines(platform):
-        report.error(
+        yield error(
             "actor_infer.strategy_args.strategy_config.mem_fraction_static",
             "is not set, and the engine would take most of the memory that actor_train needs on the GPUs they share; "
             "set its share, such as 0.3",
@@ -175,27 +172,27 @@ def _check_sharing(config: BaseConfig, platform: str, devices_per_node: int, rep
         variables = {**os.environ, **config.system_envs, **getattr(config, role).system_envs}
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if re.search(r"expandable_segments\s*:\s*true", variables.get(name, ""), re.IGNORECASE):
-                report.missing_resource(
+                yield missing(
                     name,
                     f"{variables[name]} of {role} does not work with CUDA IPC, which sends weights between actor_train "
                     "and actor_infer on the GPUs they share; leave expandable_segments out",
                 )
 
 
-def _check_gpus(config: BaseConfig, hardware: Hardware, report: Report) -> None:
+def _check_gpus(config: BaseConfig, hardware: Hardware) -> Iterator[Finding]:
     per_node, elsewhere = config.num_devices_per_node or 0, "or join the Ray of a cluster that does with RAY_ADDRESS"
     if not hardware.gpus:
-        report.missing_resource("platform", f"cuda needs GPUs, and this machine has none; use cpu, {elsewhere}")
+        yield missing("platform", f"cuda needs GPUs, and this machine has none; use cpu, {elsewhere}")
     elif per_node > hardware.gpus:
-        report.missing_resource(
+        yield missing(
             "num_devices_per_node", f"{per_node}, and this machine has {hardware.gpus} GPUs; use those, {elsewhere}"
         )
     for role, worker in config.device_roles().items() if hardware.gpus else ():
         if isinstance(worker, EngineRoleConfig) and (why := compiler_problem(worker.system_envs)):
-            report.missing_resource(f"{role}.strategy_args.strategy_name", f"sglang: {why}")
+            yield missing(f"{role}.strategy_args.strategy_name", f"sglang: {why}")
 
 
-def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware) -> Iterator[Finding]:
     per_node = config.num_devices_per_node or (hardware.gpus if platform == "cuda" else 0)
     if not per_node or joins_ray():
         return
@@ -205,57 +202,39 @@ def _check_one_machine(config: BaseConfig, platform: str, hardware: Hardware, re
         if highest >= per_node:
             here = platform == "cpu" or highest < hardware.gpus
             advice = f"set num_devices_per_node: {highest + 1} if it is on this one, or " if here else ""
-            report.missing_resource(
+            yield missing(
                 f"{role}.device_mapping",
                 f"device {highest} is on another machine, as {counted} {per_node}: "
                 f"{advice}join a cluster with RAY_ADDRESS",
             )
 
 
-def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+def check_fits_machine(config: BaseConfig, platform: str, hardware: Hardware) -> Iterator[Finding]:
     """The devices of a run on `platform` are here, unless Ray joins other machines."""
     if platform == "cuda" and not joins_ray():
-        _check_gpus(config, hardware, report)
+        yield from _check_gpus(config, hardware)
     elif platform == "cuda" and config.num_devices_per_node is None and not hardware.gpus:
-        report.missing_resource(
+        yield missing(
             "num_devices_per_node", "is not set, and this machine has no GPUs to count; write the GPUs of one node"
         )
     per_node = config.num_devices_per_node
     if platform == "cpu" or (per_node or 0) <= hardware.gpus:  # otherwise `_check_gpus` has said so
-        _check_one_machine(config, platform, hardware, report)
+        yield from _check_one_machine(config, platform, hardware)
     if per_node is not None or platform != "cpu":
         return
     for role, worker in config.device_roles().items():
         highest = max(worker.device_mapping)
         if highest >= hardware.cores:
-            report.missing_resource(
+            yield missing(
                 f"{role}.device_mapping",
                 f"device {highest} does not exist: this machine has {hardware.cores} cores, so devices 0 to "
                 f"{hardware.cores - 1}; use those, or set num_devices_per_node: {highest + 1} to put several on a core",
             )
 
 
-def compiler_problem(variables: Mapping[str, str]) -> str:
-    """Why an engine with these environment variables cannot compile kernels on this machine; empty if it can.
-
-    SGLang and FlashInfer take nvcc from CUDA_HOME or CUDA_PATH, else from PATH, else from /usr/local/cuda.
-    """
-    variables = {**os.environ, **variables}
-    home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
-    if not home and shutil.which("nvcc", path=variables.get("PATH")):
-        return ""
-    folder = Path(home or "/usr/local/cuda")
-    if not os.access(folder / "bin" / "nvcc", os.X_OK):
-        advice = "install the CUDA toolkit, or set CUDA_HOME to its folder"
-        return f"{folder}/bin/nvcc is missing, with which it compiles kernels when it starts; {advice}"
-    if folder.parent.name == "nvidia" and not (folder / "lib64" / "libcudart.so").exists():
-        return f"{folder}/lib64/libcudart.so is missing, with which it links kernels; see docs/gpu.md"
-    return ""
-
-
-def check_memory(config: BaseConfig, platform: str, hardware: Hardware, report: Report) -> None:
+def check_memory(config: BaseConfig, platform: str, hardware: Hardware) -> Iterator[Finding]:
     """Weights and optimizers of all CPU slots fit the memory of this machine, unless Ray joins others."""
-    if platform != "cpu" or not hardware.memory_bytes or report.errors or joins_ray():
+    if platform != "cpu" or not hardware.memory_bytes or joins_ray():
         return
     least = whole = 0
     for plan in memory_plans(config, model_shapes(config), "cpu"):
@@ -264,6 +243,6 @@ def check_memory(config: BaseConfig, platform: str, hardware: Hardware, report: 
         whole += slots * plan.total
     memory = f"and this machine has {gibibytes(hardware.memory_bytes)} of memory; use a smaller model or fewer slots"
     if least > hardware.memory_bytes:
-        report.missing_resource("pretrain", f"models and optimizers need at least {gibibytes(least)}, {memory}")
+        yield missing("pretrain", f"models and optimizers need at least {gibibytes(least)}, {memory}")
     elif whole > hardware.memory_bytes:
-        report.warn("pretrain", f"the run may need up to {gibibytes(whole)}, {memory}, or a smaller batch")
+        yield warning("pretrain", f"the run may need up to {gibibytes(whole)}, {memory}, or a smaller batch")
