@@ -98,11 +98,8 @@ class DataProto:
         )
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
-        """The samples at these positions, in this order; a boolean mask of length B selects too."""
-        index = torch.as_tensor(indices)
-        if index.dtype == torch.bool:
-            index = index.nonzero(as_tuple=True)[0]
-        index = index.long()
+        """The samples at these positions, in this order."""
+        index = torch.as_tensor(indices, dtype=torch.long)
         positions = index.numpy()
         return self._with(
             {key: value[index] for key, value in self.tensors().items()},
@@ -114,7 +111,7 @@ class DataProto:
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
         """Samples of all parts in order; narrower parts are padded on the right to the widest (see `PADDING`).
 
-        meta_info keeps the entries on which all parts agree.
+        The result has no meta_info.
 
         Raises:
             ValueError: there is no part, or the parts have different keys.
@@ -127,13 +124,7 @@ class DataProto:
                 raise ValueError(f"concat of parts with different keys: {parts[0]!r} and {part!r}")
         tensors = {key: _concat_padded(key, [part.batch[key] for part in parts]) for key in parts[0].tensors()}
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in objects}
-        first = parts[0].meta_info
-        meta = {
-            key: value
-            for key, value in first.items()
-            if all(key in part.meta_info and _equal(part.meta_info[key], value) for part in parts[1:])
-        }
-        return cls(TensorDict(tensors, batch_size=[sum(len(part) for part in parts)]), arrays, meta)
+        return cls(TensorDict(tensors, batch_size=[sum(len(part) for part in parts)]), arrays)
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
         """Sample indices[i] at position i.
@@ -174,17 +165,6 @@ def _concat_padded(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
         joined[row : row + len(tensor), : tensor.shape[1]] = tensor
         row += len(tensor)
     return joined
-
-
-def _equal(one: Any, two: Any) -> bool:
-    """Equality of tensors, arrays and plain values; NaN equals NaN in tensors."""
-    if one is two:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return one.dtype == two.dtype and one.shape == two.shape and torch.allclose(one, two, 0, 0, equal_nan=True)
-    if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
-        return one.shape == two.shape and all(_equal(a, b) for a, b in zip(one.tolist(), two.tolist(), strict=True))
-    return type(one) is type(two) and bool(one == two)
 
 
 def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:

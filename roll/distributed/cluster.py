@@ -37,7 +37,7 @@ from roll.distributed.processes import (
 )
 from roll.distributed.remote_call import ClusterClient, RemoteCall, WorkerT, retrieve_error
 from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError, Failure, failure_of
-from roll.distributed.rpc_batching import RpcActor, RpcServer
+from roll.distributed.rpc_batching import RpcActor
 from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
 
@@ -384,8 +384,8 @@ class ConcurrentWorkerActor(RpcActor, WorkerActor):
     """Runs one worker whose methods are coroutines, concurrently on one event loop; serves batched calls too."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._server = RpcServer(self.call)
+        WorkerActor.__init__(self, *args)
+        RpcActor.__init__(self, self.call)
 
     async def process_id(self) -> int:  # type: ignore[override]
         """Id of the worker's process."""

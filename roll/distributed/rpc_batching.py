@@ -45,18 +45,25 @@ class Answer:
     error: str | None = None
 
 
-class RpcServer:
-    """The actor's side: runs calls concurrently and keeps their answers until the client collects them."""
+class RpcActor:
+    """Base of a Ray actor that serves batched calls concurrently; clients on its node use a socket.
+
+    It keeps answers until the client collects them. Methods are coroutines, so that Ray runs them on the event loop.
+    """
 
     def __init__(self, run: Callable[..., Awaitable[Any]]) -> None:
         """`run(method, *args, **keywords)` executes one call."""
-        self._run = run
+        self._execute = run
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
         self._senders: dict[str, asyncio.Task[None]] = {}
+        self._listener: Listener | None = None
 
-    def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
+    async def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
         """Starts `calls` of a client and cancels its calls with the numbers in `cancelled`."""
+        self._start(client_id, calls, cancelled)
+
+    def _start(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
         for call in calls:
             key = (client_id, call.number)
             task = self._tasks[key] = asyncio.create_task(self._answer(client_id, call))
@@ -65,7 +72,7 @@ class RpcServer:
             if (client_id, number) in self._tasks:
                 self._tasks[client_id, number].cancel()
 
-    def cancel_all(self) -> None:
+    async def cancel_all(self) -> None:
         """Cancels the calls of all clients, which have died."""
         for task in self._tasks.values():
             task.cancel()
@@ -76,6 +83,16 @@ class RpcServer:
         while not self._answers[client_id].empty():
             answers.append(self._answers[client_id].get_nowait())
         return answers
+
+    async def listen(self) -> tuple[str, str]:
+        """See `Listener.address`: a socket that takes the messages of `submit` and sends those of `collect`."""
+        if self._listener is None:
+            self._listener = Listener(self.connection)
+        return await self._listener.address()
+
+    async def run_until_death(self) -> None:
+        """Does not return: its failure tells how the process ended. A socket may stay open: children have it too."""
+        await asyncio.Event().wait()
 
     def connection(self) -> Connection:
         """The actor's end of a new socket, over which answers are sent as soon as they are ready.
@@ -90,7 +107,7 @@ class RpcServer:
                 self._end_client(client_id)  # of an earlier connection
                 sender = asyncio.create_task(self._send_answers(client_id, connection))
                 senders[client_id] = self._senders[client_id] = sender
-            self.submit(*message)
+            self._start(*message)
 
         def lost() -> None:
             for client_id, sender in senders.items():
@@ -127,39 +144,10 @@ class RpcServer:
 
     async def _answer(self, client_id: str, call: Call) -> None:
         try:
-            answer = Answer(call.number, await self._run(call.method, *call.args, **call.keywords))
+            answer = Answer(call.number, await self._execute(call.method, *call.args, **call.keywords))
         except Exception as error:
             answer = Answer(call.number, None, "".join(traceback.format_exception(error)))
         self._answers[client_id].put_nowait(answer)
-
-
-class RpcActor:
-    """Base of a Ray actor that serves batched calls; a subclass sets `_server`. Clients on its node use a socket."""
-
-    _server: RpcServer
-    _listener: Listener | None = None
-
-    async def submit(self, client_id: str, calls: list[Call], cancelled: list[int]) -> None:
-        """See `RpcServer.submit`; a coroutine, so that Ray runs it on the actor's event loop."""
-        self._server.submit(client_id, calls, cancelled)
-
-    async def cancel_all(self) -> None:
-        """See `RpcServer.cancel_all`."""
-        self._server.cancel_all()
-
-    async def collect(self, client_id: str) -> list[Answer]:
-        """See `RpcServer.collect`."""
-        return await self._server.collect(client_id)
-
-    async def listen(self) -> tuple[str, str]:
-        """See `Listener.address`: a socket that takes the messages of `submit` and sends those of `collect`."""
-        if self._listener is None:
-            self._listener = Listener(self._server.connection)
-        return await self._listener.address()
-
-    async def run_until_death(self) -> None:
-        """Does not return: its failure tells how the process ended. A socket may stay open: children have it too."""
-        await asyncio.Event().wait()
 
 
 def _readable(answer: Answer) -> Answer:
@@ -182,7 +170,7 @@ class RpcClient:
         submit: Callable[[str, list[Call], list[int]], Awaitable[None]],
         collect: Callable[[str], Awaitable[list[Answer]]],
     ) -> None:
-        """`submit` and `collect` reach `RpcServer.submit` and `RpcServer.collect`."""
+        """`submit` and `collect` reach `RpcActor.submit` and `RpcActor.collect`."""
         self._submit, self._collect = submit, collect
         self._id = uuid.uuid4().hex
         self._numbers = itertools.count()

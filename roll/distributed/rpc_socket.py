@@ -143,7 +143,7 @@ class ActorTransport:
         self._collectors = 0
 
     async def submit(self, client_id: str, calls: list[Any], cancelled: list[int]) -> None:
-        """See `RpcServer.submit`. A message does not overtake an earlier one that was awaited.
+        """See `RpcActor.submit`. A message does not overtake an earlier one that was awaited.
 
         Raises:
             ray.exceptions.RayError: the actor died, or its socket was closed.
@@ -158,7 +158,7 @@ class ActorTransport:
             raise self._closed()
 
     async def collect(self, client_id: str) -> list[Any]:
-        """See `RpcServer.collect`.
+        """See `RpcActor.collect`.
 
         Raises:
             ray.exceptions.RayError: the actor died, or its socket was closed.

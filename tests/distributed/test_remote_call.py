@@ -16,7 +16,7 @@ import ray
 from roll.configs.parallel_layout import ParallelLayout
 from roll.distributed.remote_call import ALL, ClusterClient, RemoteCall
 from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, ray_failure
-from roll.distributed.rpc_batching import RpcActor, RpcServer
+from roll.distributed.rpc_batching import RpcActor
 from roll.distributed.worker import Worker
 
 BOTH = pytest.mark.parametrize("batched", [False, True], ids=["ray", "batched"])
@@ -26,8 +26,8 @@ class Engine(RpcActor):
     """A rank in this process that answers, fails as rank 1, or never answers."""
 
     def __init__(self) -> None:
+        super().__init__(self.call)
         self.cancelled = 0
-        self._server = RpcServer(self.call)
 
     async def call(self, method: str, keep: bool, value: int) -> Any:
         if method == "fail" and value == 0:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.rpc_batching import Answer, Call, CallError, RpcClient, RpcServer
+from roll.distributed.rpc_batching import Answer, Call, CallError, RpcActor, RpcClient
 
 
 class Actor:
     """Doubles a value after some turns of the event loop, and records the size of each message."""
 
     def __init__(self) -> None:
-        self.server = RpcServer(self.run)
+        self.server = RpcActor(self.run)
         self.begun: Counter[int] = Counter()
         self.cancelled: Counter[int] = Counter()
         self.messages: list[int] = []
@@ -39,7 +39,7 @@ class Actor:
         self.messages.append(len(calls))
         for _ in range(5 - min(4, len(calls))):
             await asyncio.sleep(0)
-        self.server.submit(client_id, calls, cancelled)
+        await self.server.submit(client_id, calls, cancelled)
 
     def client(self) -> RpcClient:
         return RpcClient(self.submit, self.server.collect)
@@ -111,7 +111,7 @@ def test_the_calls_of_clients_that_died_are_cancelled() -> None:
         calls = [actor.client().call("double", value, 1000) for value in range(3)]
         while len(actor.begun) < len(calls):
             await asyncio.sleep(0)
-        actor.server.cancel_all()
+        await actor.server.cancel_all()
         await asyncio.sleep(0)
         for call in calls:
             call.cancel()

@@ -17,7 +17,7 @@ import ray
 from roll.configs.pipeline import BaseConfig
 from roll.distributed import rpc_socket
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.rpc_batching import CallError, RpcActor, RpcClient, RpcServer, rpc_client
+from roll.distributed.rpc_batching import CallError, RpcActor, RpcClient, rpc_client
 from roll.distributed.rpc_socket import MessageError
 
 pytestmark = pytest.mark.integration
@@ -32,23 +32,16 @@ def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     stop_ray()
 
 
-class Server(RpcServer):
-    """Keeps its ends of connections."""
+class Actor(RpcActor):
+    """Serves the methods below by name, and keeps its ends of connections."""
 
-    def __init__(self, run: Any) -> None:
-        super().__init__(run)
+    def __init__(self) -> None:
+        super().__init__(lambda method, *args: getattr(self, method)(*args))
         self.ends: list[Any] = []
 
     def connection(self) -> Any:
         self.ends.append(super().connection())
         return self.ends[-1]
-
-
-class Actor(RpcActor):
-    """Serves the methods below by name."""
-
-    def __init__(self) -> None:
-        self._server = Server(lambda method, *args: getattr(self, method)(*args))
 
     async def double(self, value: Any) -> Any:
         return 2 * value
@@ -57,13 +50,13 @@ class Actor(RpcActor):
         return threading.Lock()
 
     async def sockets(self) -> int:
-        return sum(connection.is_open for connection in self._server.ends)
+        return sum(connection.is_open for connection in self.ends)
 
     async def process_id(self) -> int:
         return os.getpid()
 
     async def close_sockets(self) -> None:
-        for connection in self._server.ends:
+        for connection in self.ends:
             connection.close()
         await self.hang()
 
@@ -83,7 +76,7 @@ class CountingActor(Actor):
 
     async def tasks(self) -> list[Any]:
         await asyncio.sleep(0.1)  # a cancelled call ends at its next turn
-        return list(self._server._tasks)
+        return list(self._tasks)
 
 
 class Unreadable:

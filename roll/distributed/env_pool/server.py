@@ -14,7 +14,7 @@ from roll.configs.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.user_code import users_frame
 from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
 from roll.distributed.processes import end_with_parent, print_to
-from roll.distributed.rpc_batching import RpcActor, RpcServer
+from roll.distributed.rpc_batching import RpcActor
 from roll.envs import TextEnv, make_env
 from roll.usercode.containment import WATCH_INTERVAL_S, start_watchdog
 
@@ -88,7 +88,7 @@ class EnvActor(RpcActor):
         os.environ.pop("PYTHONSAFEPATH", None)  # for scripts that an environment starts
         self._env_server = EnvServer()
         self._threads = ThreadPoolExecutor(capacity)
-        self._server = RpcServer(self._run)
+        super().__init__(self._run)
 
     async def process_id(self) -> int:
         """The process id."""

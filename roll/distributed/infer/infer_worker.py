@@ -25,12 +25,11 @@ from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.infer.weight_receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.processes import gc_freeze, pin
 from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
-from roll.distributed.worker import WorkerRank, register
+from roll.distributed.worker import P, ResultT, StrategyMethod, WorkerRank, register
 from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
-    from roll.configs.asynchronous import InFlightPolicy
     from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
     from roll.distributed.remote_call import ClusterClient
@@ -50,6 +49,10 @@ DOWN = {PROCESS_DIED, EngineNotRunningError.__name__, StaleWeightsError.__name__
 
 ANSWER_S = 10.0
 """Longest wait for the answer of an engine to the check whether it serves."""
+
+
+class Method(StrategyMethod["InferWorker", P, ResultT]):
+    """A method of `InferWorker` that is documented at `Generation`."""
 
 
 class InferWorker(WeightReceiver):
@@ -243,30 +246,9 @@ class InferWorker(WeightReceiver):
         finally:
             answering.cancel()  # where the call was cancelled
 
-    @register(deadline="sync_timeout_s")
-    async def pause(self, mode: InFlightPolicy) -> None:
-        """Stops generation until `resume`; requests that arrive meanwhile wait.
-
-        Args:
-            mode: running requests keep their key-value cache (`in_place`), recompute it when resumed (`retract`), are
-                finished first (`drain`), or leave the engine and are continued from their exact tokens
-                (`abort_resume`).
-        """
-        await self.generation.pause(mode)
-
-    @register(deadline="sync_timeout_s")
-    async def resume(self) -> None:
-        """Ends a pause."""
-        await self.generation.resume()
-
-    @register(deadline="sync_timeout_s")
-    async def flush_cache(self) -> None:
-        """Empties the prefix cache.
-
-        Raises:
-            EngineError: requests are paused in place, so the cache is in use.
-        """
-        await self.generation.flush_cache()
+    pause = Method(lambda worker: worker.generation.pause, deadline="sync_timeout_s")
+    resume = Method(lambda worker: worker.generation.resume, deadline="sync_timeout_s")
+    flush_cache = Method(lambda worker: worker.generation.flush_cache, deadline="sync_timeout_s")
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:

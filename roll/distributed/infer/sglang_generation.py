@@ -97,7 +97,13 @@ class Generation:
             return await self._generate_deterministic(requests)
 
     async def pause(self, mode: InFlightPolicy) -> None:
-        """Stops generation until `resume`; requests that arrive meanwhile wait. See `InferWorker.pause`."""
+        """Stops generation until `resume`; requests that arrive meanwhile wait.
+
+        Args:
+            mode: running requests keep their key-value cache (`in_place`), recompute it when resumed (`retract`), are
+                finished first (`drain`), or leave the engine and are continued from their exact tokens
+                (`abort_resume`).
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         async with self._submitting:
