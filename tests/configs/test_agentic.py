@@ -127,8 +127,8 @@ def test_max_tokens_per_step_comes_from_entry_pipeline_or_sampling(tmp_path: Pat
     [
         ("sample_by=step", "step"),
         ("custom_envs.Room.env_manager_cls=step", "step"),
-        ("custom_envs.Room.env_manager_cls=roll.pipeline.kinds.env_manager.step_env_manager.StepEnvManager", "step"),
-        ("custom_envs.Room.env_manager_cls=roll.pipeline.kinds.env_manager.traj_env_manager.TrajEnvManager", "traj"),
+        ("custom_envs.Room.env_manager_cls=roll.pipeline.agentic.env_manager.step_env_manager.StepEnvManager", "step"),
+        ("custom_envs.Room.env_manager_cls=roll.pipeline.agentic.env_manager.traj_env_manager.TrajEnvManager", "traj"),
     ],
 )
 def test_samples_are_trajectories_or_turns(tmp_path: Path, override: str, kind: str) -> None:
