@@ -26,7 +26,7 @@ def pinned(file: str, *names: str) -> list[str]:
 
 # The package brings what every machine needs. The engines come from requirements/cpu.txt or gpu-lock.txt: SGLang's own
 # dependencies hold the whole CUDA stack, which a machine without an accelerator cannot use.
-BASE = ("ray", "transformers", "tensordict", "safetensors", "omegaconf", "pyarrow", "mpmath", "pebble", "psutil")
+BASE = ("ray", "transformers", "tensordict", "safetensors", "omegaconf", "pyarrow", "mpmath", "psutil")
 BASE += (
     "huggingface-hub",
     "httpx",

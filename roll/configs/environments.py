@@ -231,7 +231,7 @@ TryEnvironment = Callable[[str, str, dict[str, Any]], Iterator[Finding]]
 def check_entries(entries: Mapping[str, CustomEnvConfig], try_environment: TryEnvironment | None) -> Iterator[Finding]:
     """Entries exist and describe environments; without `try_environment` their types and options are not checked.
 
-    A class of the user, `module:Class`, is tried later, in a process of its own (`roll.envs.self_test`).
+    A class of the user, `module:Class`, is tried later, in a process of its own (`roll.usercode.env_trial`).
     """
     if not entries:
         yield error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")

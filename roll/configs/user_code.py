@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,30 +170,6 @@ def shown_path(file: str) -> str:
     """The path as a user would write it: relative to the current folder if it is below it."""
     inside = os.path.relpath(file)
     return file if inside.startswith(os.pardir) else inside
-
-
-def start_user_process(at_end: Callable[[], None] = lambda: None) -> None:
-    """Prepares a process that runs the user's code.
-
-    It ends with its parent, even while that code hangs, and what the code prints goes to stderr, since stdout has
-    the output of a command. A script that the code starts finds the modules in its own folder.
-
-    Args:
-        at_end: called before it ends with its parent.
-    """
-    threading.Thread(target=_exit_with_parent, args=(at_end,), daemon=True).start()
-    os.dup2(2, 1)
-    os.environ.pop("PYTHONSAFEPATH", None)
-
-
-def _exit_with_parent(at_end: Callable[[], None]) -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        try:
-            at_end()
-        finally:
-            os._exit(1)
 
 
 def user_folders() -> list[str]:

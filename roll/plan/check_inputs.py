@@ -29,7 +29,6 @@ from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
 from roll.envs.registry import BUILT_IN, make_env
-from roll.envs.self_test import EnvTrial, Played, play, try_environments
 from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.models.families.hf_config import UnsupportedModel, read_positions
@@ -38,7 +37,9 @@ from roll.plan.episode_lengths import check_lengths
 from roll.plan.token_trial import first_items, try_tokens
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.sandbox.client import available_isolation
-from roll.usercode.reward_pool import START_TIMEOUT_S, MissingRewardError, RewardPool, RewardSelfTestError
+from roll.usercode.env_trial import EnvTrial, Played, play, try_environments
+from roll.usercode.pool import START_TIMEOUT_S
+from roll.usercode.reward_pool import MissingRewardError, RewardPool, RewardSelfTestError
 
 CHECKED_ROWS = 50_000
 """Rows of each data file that are checked; a larger file would delay the start by more than seconds."""

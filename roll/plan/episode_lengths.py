@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import first_messages, turn_message
-from roll.envs.self_test import Played
+from roll.usercode.env_trial import Played
 
 MARKUP = 8
 """Tokens that a chat template adds to a message and its answer, at most in most; only a recommended length has them."""

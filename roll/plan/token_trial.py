@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,17 @@ from functools import cache
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any
 
-from pebble import ProcessExpired, ProcessPool
 from psutil import Process
 
 from roll.base.errors import Report, RunError
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.user_code import start_user_process
 from roll.hub.names import has_tokenizer, local_model
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.shape import read_model_shape
+from roll.usercode.process import OneProcess, ProcessEndedError
+from roll.usercode.server import CallError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,31 +57,30 @@ def try_tokens(config: BaseConfig, samples: Mapping[str, tuple[Sequence[Any], bo
     `samples` has the first items of each role with data, and whether these are all.
     """
     report = Report()
-    pool = ProcessPool(1, context=multiprocessing.get_context("spawn"), initializer=start_user_process)
+    process = OneProcess()
     try:
-        _run(pool, report, START_TIMEOUT_S, "reading the tokenizers", try_tokenizers, config)
+        _run(process, report, START_TIMEOUT_S, "reading the tokenizers", try_tokenizers, config)
         if has_tokenizer(local_model(config.actor_train.model_args.model_name_or_path or "")) and not report.errors:
             for role, (items, whole) in samples.items():
                 doing = f"{role}.data_args.template: encoding the first {len(items)} rows"
-                _run(pool, report, TIMEOUT_S, doing, _with_limit, config, role, items, whole)
+                _run(process, report, TIMEOUT_S, doing, _with_limit, config, role, items, whole)
     finally:
-        pool.stop()  # type: ignore[no-untyped-call]
-        pool.join()
+        process.close()
     return report
 
 
 def _run(
-    pool: ProcessPool, report: Report, limit_s: float, doing: str, task: Callable[..., Report], *args: Any
+    process: OneProcess, report: Report, limit_s: float, doing: str, task: Callable[..., Report], *args: Any
 ) -> None:
     try:
-        report.include(pool.schedule(task, args=args, timeout=limit_s).result(START_TIMEOUT_S + limit_s))
+        report.include(process.wait(process.start_call(task, *args), limit_s))
     except TimeoutError:
         fix = "; correct the chat template" if task is _with_limit else ""
         report.error("", f"{doing} took longer than {limit_s:g} s{fix}")
-    except ProcessExpired as death:
-        report.error("", f"{doing} ended its process with exit code {death.exitcode}, as it does out of memory")
-    except Exception as error:  # of the tokenizers library, which raises nothing more specific
-        report.error("", f"{doing} failed: {type(error).__name__}: {error}")
+    except ProcessEndedError as death:
+        report.error("", f"{doing} ended its process with exit code {death.exit_code}, as it does out of memory")
+    except CallError as error:  # of the tokenizers library, which raises nothing more specific
+        report.error("", f"{doing} failed: {error}")
 
 
 def try_tokenizers(config: BaseConfig) -> Report:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import multiprocessing.util
 import os
 import resource
 import signal
@@ -60,11 +60,10 @@ def contain(process_limit: int | None = None, memory_bytes: int | None = None) -
     its MARK, and the descendants that it saw when it last looked, with theirs. Only a process that removed the mark,
     left the session and lost its parent since then outlives a reward process that was killed.
     """
-    os.setsid()
     adopt_orphans()
     start_watchdog(process_limit, memory_bytes)
     signal.signal(signal.SIGTERM, _end)
-    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
+    atexit.register(kill_descendants)
 
 
 def start_watchdog(

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import multiprocessing
-import os
-import signal
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, TypeVarTuple
+from functools import partial
+from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-from pebble.common.types import RemoteTraceback
-from pebble.pool.base_pool import PoolStatus
-from pebble.pool.process import dictionary_values
-
-from roll.base.terminal import block_interrupts
 from roll.configs.built_in_rewards import is_comparison
 from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
@@ -30,8 +17,10 @@ from roll.usercode import reward_process
 from roll.usercode.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY
 from roll.usercode.failed_calls import FailedGroups, HungCalls
 from roll.usercode.output import RewardOutput
-from roll.usercode.reward_process import Call, LoadedReward, RetiredProcess, score_chunk
-from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_stopped
+from roll.usercode.pool import START_TIMEOUT_S, PoolBrokenError, ProcessStoppedError, UserProcessPool
+from roll.usercode.process import ProcessEndedError, UserProcess
+from roll.usercode.reward_process import Call, LoadedReward, score_chunk
+from roll.usercode.server import CallError
 
 logger = logging.getLogger(__name__)
 
@@ -43,30 +32,10 @@ ASYNC_GRACE_S = 5.0
 """Added to the deadline of a chunk of coroutines, each of which has its own: after it the loop itself is blocked. The
 chunk of a coroutine function has DEFAULT_CONCURRENCY samples, which are scored again only if their process fails."""
 
-START_TIMEOUT_S = 120.0
-"""Deadline for a process to import the reward function; importing torch on a busy machine takes seconds."""
-
-POLL_S = 0.5
-"""How often a call that waits for its answer checks that the pool can give it."""
-
-CALLS_AHEAD = 2
-"""Calls of a process that another call may wait for: of a chunk, and of a call that is made alone."""
-
-DIED_IDLE = "its processes died without a call; starting them again"
-"""Cause of the usual restart of a pool."""
-
-MAX_RESTARTS = 3
-"""Times in a row that the processes may die without a call before the reward fails."""
-
 OTHER_ANSWER = "I do not know."
 """A response with which a reward is tried; it holds no answer."""
 
-_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]] | RetiredProcess]
-
-ArgsT = TypeVarTuple("ArgsT")
-ResultT = TypeVar("ResultT")
-
-__all__ = ["RewardFunctionError", "RewardPool", "RewardSelfTestError"]
+_Score = Callable[[Sequence[Call]], list[list[RewardOutcome]]]
 
 
 class RewardSelfTestError(RuntimeError):
@@ -93,8 +62,7 @@ class RewardPool:
     The rest of a group with a failed response is not scored, and a response that hung alone is not tried again soon:
     see `HungCalls`. What the processes print goes to stderr, up to the limit of `RewardOutput`.
 
-    Use a pool from one asyncio loop at a time. Processes are spawned, so each imports the main script of the driver
-    first: import heavy modules inside functions there.
+    Use a pool from one asyncio loop at a time.
     """
 
     def __init__(
@@ -110,37 +78,19 @@ class RewardPool:
         """
         self._config, self._replaced, self._decode = config, replaced, decode
         self._output = RewardOutput(config.function)
-        self._pool = self._make_pool()
-        self._restarts = 0
-        self._retired: set[int] = set()
-        self._stop_times: StopTimes[int] = StopTimes()
-        self._looked_at = 0.0
-        self._killed: set[int] = set()
-        """Processes that were killed because they stayed stopped by a signal."""
-        self._seen_stopped: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
-        """Calls whose process was seen stopped by a signal."""
-        self._closed = False
-        self._pending: dict[Future[Any], float] = {}
-        """Calls without an answer, with their deadlines in seconds."""
-        self._probing: Future[LoadedReward] | None = None
+        self._pool = UserProcessPool(config.world_size, self._launch, self._report)
         self._loaded: LoadedReward | None = None
         self._hung = HungCalls(frozenset())
         self._turns: _Turns | None = None
 
-    def _make_pool(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._config.world_size,
-            initializer=reward_process.start,
-            initargs=(self._config, self._output.writer),
-            context=multiprocessing.get_context("spawn"),
-        )
+    def _launch(self) -> UserProcess:
+        prepare, start = [partial(each, self._config) for each in (reward_process.prepare, reward_process.start)]
+        return UserProcess(prepare, start, output=self._output.writer.fileno())
 
     def launch(self) -> None:
         """Starts the processes without waiting for them."""
-        if self._probing is None:
-            self._output.start()
-            with block_interrupts():
-                self._probing = self._schedule(START_TIMEOUT_S, reward_process.probe)
+        self._output.start()
+        self._pool.start()
 
     async def start(self) -> LoadedReward:
         """Waits until a process has imported the reward function.
@@ -150,21 +100,16 @@ class RewardPool:
         """
         if self._loaded is not None:
             return self._loaded
+        self.launch()
         try:
-            self.launch()
-            assert self._probing is not None
-            async with asyncio.timeout(START_TIMEOUT_S):  # unlike wait_for it never swallows a cancellation
-                loaded = await self._answer(self._probing)
-        except BrokenProcessPool:
-            self._probing = None
-            return await self.start()
-        except (TimeoutError, ProcessExpired) as failure:
+            loaded, _ = await self._in_pool(START_TIMEOUT_S, reward_process.probe)
+        except (TimeoutError, ProcessEndedError, ProcessStoppedError, CallError) as failure:
             name = self._config.function
             raise RewardFunctionError(f"reward function {name!r}: its process did not start: {failure!r}") from failure
         if loaded.error:
             raise (MissingRewardError if loaded.missing else RewardFunctionError)(loaded.error)
         self._loaded, self._hung = loaded, HungCalls(loaded.reads)
-        return loaded
+        return self._loaded
 
     async def self_test(self, first: Sequence[RewardRequest] = ()) -> int:
         """Scores known samples, and returns their number: SELF_TEST of the function's module, and `first`.
@@ -214,7 +159,7 @@ class RewardPool:
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[list[RewardOutcome]]:
         """Scores every response of every request; the outcomes of each request, in order."""
-        if self._closed:
+        if self._pool.closed:
             raise RuntimeError(f"reward function {self._config.function!r}: its pool is closed")
         loaded = await self.start()
         if "prompt_text" in loaded.reads and self._decode is not None:
@@ -242,11 +187,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kills the processes, waits for their end and cancels running `score` calls. Safe to call twice."""
-        self._closed = True
-        for future in tuple(self._pending):
-            future.cancel()
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._pool.close()
         self._output.close()
 
     async def __aenter__(self) -> RewardPool:
@@ -295,7 +236,7 @@ class RewardPool:
             return outcomes
 
     def _known_failure(self, call: Call, failed: FailedGroups) -> RewardOutcome | None:
-        if self._closed:
+        if self._pool.closed:
             raise asyncio.CancelledError
         return failed.failure(call) or self._hung.failure(call)
 
@@ -312,93 +253,43 @@ class RewardPool:
         if loaded.is_async:
             timeout_s = timeout_s * -(-len(calls) // reward_process.concurrency(self._config)) + ASYNC_GRACE_S
         stopped = RewardOutcome(None, "raised", f"{loaded.where}: the process of the reward was stopped by a signal")
-        call = None
         try:
-            call = self._schedule(timeout_s, score, calls)
-            outcomes = reward_process.checked_answer(await self._answer(call), calls)
-            self._restarts = 0
-            if not isinstance(outcomes, RetiredProcess):
-                late = any(outcome.reason == "timeout" for of_call in outcomes for outcome in of_call)
-                return _NoOutcomes(stopped, may_succeed=True) if late and call in self._seen_stopped else outcomes
-            self._retired.add(outcomes.process)
-            missing = _NoOutcomes(outcomes.failure, may_succeed=True)
-        except BrokenProcessPool:  # no process had a call when they died, so no call is the cause
-            return await self._call(calls, score)
+            answer, was_stopped = await self._in_pool(timeout_s, score, calls)
+        except ProcessStoppedError:  # it was reported then
+            return _NoOutcomes(stopped, may_succeed=True)
         except TimeoutError:
             missing = _NoOutcomes(reward_process.timed_out(loaded.where, self._config), may_succeed=False)
-            if call in self._seen_stopped:
-                missing = _NoOutcomes(stopped, may_succeed=True)
-        except ProcessExpired as death:
-            if death.pid in self._retired:  # it ended before it made the calls
-                self._retired.remove(death.pid)
-                return await self._call(calls, score)
-            if death.pid in self._killed:  # it was reported then
-                return _NoOutcomes(stopped, may_succeed=True)
-            exceeded = {
-                -TOO_MANY_PROCESSES: f"started more than child_process_limit = {self._config.child_process_limit} "
-                "processes",
-                -TOO_MUCH_MEMORY: "takes, with what it has started, more than process_memory_limit_mb = "
-                f"{self._config.process_memory_limit_mb} MiB of memory",
-            }.get(death.exitcode)
-            cause = exceeded or f"died with exit code {death.exitcode}"
-            text = f"{loaded.where}: the process of the reward {cause}"
-            missing = _NoOutcomes(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
-        except BaseException as error:
-            if not isinstance(error.__cause__, RemoteTraceback):  # raised here, not in the process
-                raise
-            text = f"{loaded.where}: an exception escaped in the process of the reward: {type(error).__name__}"
-            missing = _NoOutcomes(RewardOutcome(None, "raised", text), may_succeed=True)
-        if self._replaced is not None:
-            self._replaced(missing.failure.detail or "")
+        except ProcessEndedError as death:
+            missing = self._death(loaded, death.exit_code)
+        except CallError as error:
+            missing = _NoOutcomes(RewardOutcome(None, "raised", str(error)), may_succeed=True)
+        else:
+            outcomes = reward_process.checked_answer(answer, calls)
+            late = any(outcome.reason == "timeout" for of_call in outcomes for outcome in of_call)
+            return _NoOutcomes(stopped, may_succeed=True) if late and was_stopped else outcomes
+        self._report(missing.failure.detail, of_call=True)
         return missing
 
-    async def _answer(self, call: Future[ResultT]) -> ResultT:
-        """The answer of a call that was scheduled.
-
-        Pebble does not notice a call that waits in the queue of a pool that has broken, or whose process died after it
-        had taken the call and before it said so: then the pool is replaced, and its calls fail with BrokenProcessPool.
-        """
-        answer = asyncio.wrap_future(call)
-        since = time.monotonic()
-        self._kill_stopped()
+    async def _in_pool(self, timeout_s: float, function: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
         try:
-            while not (await asyncio.wait([answer], timeout=POLL_S))[0]:
-                self._kill_stopped()
-                if call.running() and (process := self._process_of(call)) is not None and is_stopped(process):
-                    self._seen_stopped.add(call)
-                if call.running() or call.done() or self._closed:
-                    continue
-                longest_s = CALLS_AHEAD * (max(self._pending.values(), default=0.0) + START_TIMEOUT_S)
-                if not self._pool.active:
-                    self._restart(DIED_IDLE)
-                elif time.monotonic() - since > longest_s:
-                    self._restart(f"no process has taken a call for {longest_s:g} s; starting them again")
-            return answer.result()
-        finally:
-            answer.cancel()
+            return await self._pool.call(timeout_s, function, *args)
+        except PoolBrokenError as error:
+            raise RewardFunctionError(f"reward function {self._config.function!r}: {error}") from error
 
-    def _kill_stopped(self) -> None:
-        """Kills processes that stay stopped by a signal: an idle one takes no call, and a call in one does not end."""
-        now = time.monotonic()
-        if now - self._looked_at < INTERVAL_S:
-            return
-        self._looked_at = now
-        processes = dictionary_values(self._pool._pool_manager.worker_manager.workers)
-        stopped = [process.pid for process in processes if is_stopped(process.pid)]
-        for number in self._stop_times.overdue(now, stopped):
-            self._killed.add(number)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-            self._report(f"one of its processes {STOPPED_TOO_LONG}")
+    def _death(self, loaded: LoadedReward, exit_code: int) -> _NoOutcomes:
+        config = self._config
+        exceeded = {
+            -TOO_MANY_PROCESSES: f"started more than child_process_limit = {config.child_process_limit} processes",
+            -TOO_MUCH_MEMORY: "takes, with what it has started, more than process_memory_limit_mb = "
+            f"{config.process_memory_limit_mb} MiB of memory",
+        }.get(exit_code)
+        text = f"{loaded.where}: the process of the reward {exceeded or f'died with exit code {exit_code}'}"
+        return _NoOutcomes(RewardOutcome(None, "raised", text), may_succeed=exceeded is None)
 
-    def _process_of(self, call: Future[Any]) -> int | None:
-        tasks = dictionary_values(self._pool._pool_manager.task_manager.tasks)
-        return next((task.worker_id for task in tasks if task.future is call), None)
-
-    def _report(self, cause: str) -> None:
+    def _report(self, cause: str, of_call: bool = False) -> None:
         if self._replaced is not None:
             self._replaced(cause)
-        else:
+        elif not of_call:
             logger.warning("reward function %r: %s", self._config.function, cause)
 
     def _turn(self) -> _Turns:
@@ -407,41 +298,6 @@ class RewardPool:
             processes = self._config.world_size
             self._turns = _Turns(loop, asyncio.Semaphore(processes), asyncio.Semaphore(processes))
         return self._turns
-
-    def _restart(self, cause: str) -> None:
-        """Replaces a broken pool; pebble breaks when a process dies while no process has a call.
-
-        Raises:
-            RewardFunctionError: that happened MAX_RESTARTS times without a call that was answered.
-        """
-        self._restarts += 1
-        name = self._config.function
-        if self._restarts > MAX_RESTARTS:
-            raise RewardFunctionError(f"reward function {name!r}: its processes died {self._restarts} times in a row")
-        self._report(cause)
-        broken, self._pool = self._pool, self._make_pool()
-        self._retired.clear()
-        self._killed.clear()
-        broken.stop()  # type: ignore[no-untyped-call]
-        broken.join()
-        for future in tuple(self._pending):  # pebble fails only the calls that it had sent to a process
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(BrokenProcessPool("the processes of the pool died"))
-        with block_interrupts():
-            _ = self._pool.active  # starts it
-
-    def _schedule(self, timeout_s: float, function: Callable[[*ArgsT], ResultT], *args: *ArgsT) -> Future[ResultT]:
-        if not self._closed and self._pool._context.status is not PoolStatus.CREATED and not self._pool.active:
-            self._restart(DIED_IDLE)
-        try:
-            future: Future[ResultT] = self._pool.schedule(function, args=args, timeout=timeout_s)
-        except RuntimeError as error:
-            if self._closed:
-                raise
-            raise BrokenProcessPool(str(error)) from error
-        self._pending[future] = timeout_s
-        future.add_done_callback(lambda done: self._pending.pop(done, None))
-        return future
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +18,6 @@ from roll.configs.user_code import (
     import_named,
     report_if_slow,
     shown_path,
-    start_user_process,
     users_frame,
 )
 from roll.rewards.calling import (
@@ -32,7 +29,8 @@ from roll.rewards.calling import (
     SelfTest,
     checked,
 )
-from roll.usercode.containment import contain, kill_descendants
+from roll.usercode.containment import contain
+from roll.usercode.server import CallError
 
 Call = tuple[RewardRequest, int | None]
 """A request, and which of its responses to score; None scores all in one call."""
@@ -66,19 +64,6 @@ class LoadedReward:
     reads: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class RetiredProcess:
-    """Returned instead of outcomes: an exception escaped the calls, and their process ends when it gets the next ones.
-
-    Attributes:
-        failure: of all calls.
-        process: its id.
-    """
-
-    failure: RewardOutcome
-    process: int
-
-
 class _Process:
     """The reward function of this process; `loaded.error` is set if it could not be loaded."""
 
@@ -87,21 +72,18 @@ class _Process:
     loaded: LoadedReward
     loop: asyncio.Runner | None = None
     """One loop for all calls of a coroutine function, so that its connections outlive a call."""
-    is_retired: bool = False
 
 
-def start(config: RewardConfig, output: Connection[Any, Any]) -> None:
-    """Initializes a reward process: imports the function and calls `warm_up` of its module.
-
-    An error is kept for `probe`, because the pool would start processes forever if the initializer raised.
-    """
-    os.dup2(output.fileno(), 2)
-    output.close()
+def prepare(config: RewardConfig) -> None:
+    """Contains a reward process; it has no threads yet."""
     memory_bytes = config.process_memory_limit_mb * 2**20
     is_own = built_in_of(config.function) is None  # the built-in rewards limit what they start themselves
     contain(config.child_process_limit if is_own else None, memory_bytes if is_own else None)
     _limit_memory(memory_bytes)
-    start_user_process(at_end=kill_descendants)
+
+
+def start(config: RewardConfig) -> None:
+    """Imports the function and calls `warm_up` of its module; an error is kept for `probe`."""
     _Process.config = config
     try:
         with report_if_slow(f"the import of {config.function}"):
@@ -181,27 +163,21 @@ def load_reward_function(config: RewardConfig) -> tuple[ModuleType, RewardFuncti
     return module, RewardFunction(function, config)
 
 
-def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
+def score_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     """The outcomes of each call, in order. An exception in a call affects only that call.
 
-    An exception outside a call, such as a SystemExit in a task that a coroutine has started, stops the event loop and
-    fails all calls of the chunk; so does `loop.stop()`. Nothing is raised then either, because the driver would raise
-    it again. What is left in this process, such as other tasks, could fail later calls too, so the process is retired.
+    Raises:
+        CallError: an exception outside a call, such as a SystemExit in a task that a coroutine has started, stopped the
+            event loop. It ends all calls of the chunk; so does `loop.stop()`.
     """
-    if _Process.is_retired:
-        kill_descendants()
-        os._exit(1)
     try:
         return _outcomes(calls)
     except BaseException as error:
-        _Process.is_retired = True
-        return RetiredProcess(RewardOutcome(None, "raised", _text(error)), os.getpid())
+        raise CallError(_text(error)) from error
 
 
-def checked_answer(answer: Any, calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
+def checked_answer(answer: Any, calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     """What `score_chunk` returned, as the driver may use it: the code of the user may have replaced that function."""
-    if isinstance(answer, RetiredProcess) and isinstance(answer.process, int):
-        return RetiredProcess(checked(answer.failure), answer.process)
     found = answer if isinstance(answer, list) and len(answer) == len(calls) else [None] * len(calls)
     return [
         [checked(outcome) for outcome in of_call]
@@ -219,7 +195,7 @@ def _outcomes(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     return _Process.loop.run(_score_together(calls))
 
 
-def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]] | RetiredProcess:
+def try_chunk(calls: Sequence[Call]) -> list[list[RewardOutcome]]:
     """As `score_chunk`; prints where a call is that takes long."""
     with report_if_slow(f"a call of {_Process.config.function}"):
         return score_chunk(calls)

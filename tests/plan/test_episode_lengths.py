@@ -7,8 +7,8 @@ import pytest
 from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import CustomEnvConfig
-from roll.envs.self_test import Played
 from roll.plan.episode_lengths import check_lengths
+from roll.usercode.env_trial import Played
 
 EPISODE = Played("r" * 100, ("o" * 50, "o" * 50))
 """Texts whose tokens are their characters."""

@@ -12,7 +12,7 @@ import pytest
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import ALL, READS, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
-from roll.usercode.reward_process import RetiredProcess, checked_answer
+from roll.usercode.reward_process import checked_answer
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3="})
 ROW = {"prompt": "2+3=", "answer": "5", "data_source": "sums", "extra_info": {"split": "train"}}
@@ -229,11 +229,6 @@ OUTCOME = RewardOutcome(0.5, metrics={"length": 3.0})
 def test_what_a_process_answers_is_checked_by_the_driver(answer, reason):
     ((outcome,),) = checked_answer(answer, [(RewardRequest(("a",), ""), 0)])
     assert outcome.reason == reason and (outcome == OUTCOME or outcome.score is None)
-
-
-def test_a_retired_process_has_a_failure_without_a_score_beyond_the_limit():
-    retired = checked_answer(RetiredProcess(RewardOutcome(1e30), 7), [(RewardRequest(("a",), ""), 0)])
-    assert retired == RetiredProcess(RewardOutcome(None, "not_finite", "the process of the reward returned 1e+30"), 7)
 
 
 def test_a_dictionary_with_very_many_numbers_is_no_result():

@@ -123,3 +123,8 @@ def leak(calls: Any) -> None:
 
 
 NOT_A_FUNCTION = 3
+
+
+def die(config: object) -> None:
+    """Ends the process that is to import a reward."""
+    os._exit(3)

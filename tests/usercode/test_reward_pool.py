@@ -8,20 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from types import ModuleType
 
 import psutil
 import pytest
-from pebble.pool.base_pool import PoolStatus
 
 from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
+from roll.usercode import reward_process
+from roll.usercode.pool import DIED_IDLE
 from roll.usercode.reward_pool import RewardPool, RewardSelfTestError
-from roll.usercode.reward_process import load_reward_function, score_chunk, self_test_of
+from roll.usercode.reward_process import load_reward_function, self_test_of
 from roll.usercode.stopped import StopTimes
 from tests.processes import command_of
 from tests.usercode import odd_rewards
@@ -234,11 +233,12 @@ def test_a_hanging_reward_process_ends_when_the_driver_is_killed(tmp_path):
 
 
 async def kill_workers(pool: RewardPool) -> None:
-    workers = [psutil.Process(pid) for pid in pool._pool._pool_manager.worker_manager.workers]
+    """Kills the idle processes, and waits until the pool knows that they ended."""
+    workers = pool._pool.processes
     for worker in workers:
-        worker.kill()
-    while pool._pool.active:  # noqa: ASYNC110  # pebble has no event for it
-        await asyncio.sleep(0.02)
+        os.kill(worker.pid, signal.SIGKILL)
+    for worker in workers:
+        worker.join()
 
 
 def test_idle_processes_that_are_killed_are_replaced():
@@ -269,76 +269,29 @@ def test_every_process_that_is_replaced_is_reported_with_the_cause():
     asyncio.run(run())
     assert "a call of the function that begins here took longer than timeout_s = 2" in causes[0]
     assert all("died with exit code 7" in cause for cause in causes[1:3])
-    assert causes[3:] == ["its processes died without a call; starting them again"]
+    assert causes[3:] == [DIED_IDLE]
 
 
 def test_calls_that_wait_while_all_processes_die_are_made_again():
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
-            workers = [psutil.Process(pid) for pid in pool._pool._pool_manager.worker_manager.workers]
-            for worker in workers:
-                worker.kill()
+            for worker in pool._pool.processes:
+                os.kill(worker.pid, signal.SIGKILL)
             outcomes = await pool.score([RewardRequest(("0.5",), "")] * 3)
             return [outcome.score for [outcome] in outcomes]
 
     assert asyncio.run(run()) == [0.5] * 3
 
 
-@pytest.mark.parametrize("broken", [True, False])
-def test_a_call_that_no_process_will_answer_is_made_again(broken, monkeypatch):
-    """The call was queued when the pool broke, or its process died before it acknowledged the call."""
-    monkeypatch.setattr("roll.usercode.reward_pool.POLL_S", 0.05)
-    if not broken:
-        monkeypatch.setattr("roll.usercode.reward_pool.CALLS_AHEAD", 0.05)
-
-    async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
-            schedule = pool._pool.schedule
-            unanswered = []
-
-            def lose_the_first(*args, **kwargs):
-                if unanswered:
-                    return schedule(*args, **kwargs)
-                unanswered.append(Future())
-                if broken:
-                    pool._pool._context.status = PoolStatus.ERROR
-                return unanswered[0]
-
-            monkeypatch.setattr(pool._pool, "schedule", lose_the_first)
-            outcomes = await asyncio.wait_for(pool.score([RewardRequest(("0.5",), "")] * 3), 60)
-            assert unanswered[0].done()
-            return [outcome.score for [outcome] in outcomes]
-
-    assert asyncio.run(run()) == [0.5] * 3
-
-
 def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
-    monkeypatch.setattr("roll.usercode.reward_pool.MAX_RESTARTS", 1)
-
     async def run():
         async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
             await kill_workers(pool)
-            pool._restart("broken")
-            pool._schedule(1.0, len, [])
-            await kill_workers(pool)
+            monkeypatch.setattr(reward_process, "start", odd_rewards.die)
             await pool.score([RewardRequest(("0.5",), "")])
 
-    with pytest.raises(RewardFunctionError, match=r"behave': its processes died 2 times in a row"):
+    with pytest.raises(RewardFunctionError, match=r"behave': its processes died 4 times in a row"):
         asyncio.run(run())
-
-
-def test_calls_in_the_queue_of_a_pool_that_broke_are_made_again():
-    """Pebble fails only the calls that it had sent to its processes."""
-
-    async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
-            await kill_workers(pool)
-            lost: Future[None] = Future()
-            pool._pending[lost] = 5.0
-            await pool.score([RewardRequest(("0.5",), "")])
-            return lost.exception(timeout=0)
-
-    assert isinstance(asyncio.run(run()), BrokenProcessPool)
 
 
 def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_path):
@@ -440,7 +393,7 @@ def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
 )
 def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, timeout_s, tmp_path, monkeypatch):
     """Where the deadline is after the end of the grace, before it, and within the process."""
-    monkeypatch.setattr("roll.usercode.reward_pool.StopTimes", lambda: StopTimes(4.0))
+    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda: StopTimes(4.0))
     causes: list[str] = []
 
     async def run():
@@ -458,15 +411,15 @@ def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, tim
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_call_for_long(processes, monkeypatch):
-    monkeypatch.setattr("roll.usercode.reward_pool.StopTimes", lambda: StopTimes(2.0))
+    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda: StopTimes(2.0))
     causes: list[str] = []
 
     async def run():
         config = RewardConfig(function=ODD, timeout_s=5.0, world_size=processes)
         async with RewardPool(config, causes.append) as pool:
             await pool.score([RewardRequest(("0.5",), "")] * 8)
-            for number in list(pool._pool._pool_manager.worker_manager.workers):
-                os.kill(number, signal.SIGSTOP)
+            for worker in pool._pool.processes:
+                os.kill(worker.pid, signal.SIGSTOP)
             outcomes = await asyncio.wait_for(pool.score([RewardRequest(("0.25",), "")] * 3), 60)
             return [outcome.score for [outcome] in outcomes]
 
@@ -490,46 +443,13 @@ def test_shared_memory_and_that_of_children_count_for_the_limit():
     assert limit.score == 256, "the hard limit is the soft one"
 
 
-class BrokenAtFirst(RewardPool):
-    """A pool whose processes die while the first call is scheduled."""
+def test_an_exception_that_escapes_in_a_process_fails_its_calls(monkeypatch):
+    monkeypatch.setattr("roll.usercode.reward_pool.score_chunk", odd_rewards.leak)
 
-    broken = True
-
-    def _schedule(self, *args):
-        if self.broken:
-            self.broken = False
-            raise BrokenProcessPool("the processes of the pool died")
-        return super()._schedule(*args)
-
-
-def test_processes_that_die_while_they_are_started_are_replaced():
     async def run():
-        async with BrokenAtFirst(RewardConfig(function=ODD)) as pool:
-            return await pool.score([RewardRequest(("0.5",), "")])
-
-    [[outcome]] = asyncio.run(run())
-    assert outcome.score == 0.5
-
-
-class Leaking(RewardPool):
-    """An exception escapes in its process, or in this one, instead of the outcomes of a call."""
-
-    fails_here = False
-
-    def _schedule(self, timeout_s, function, *args):
-        if function is score_chunk and self.fails_here:
-            raise LookupError("a defect of the driver")
-        return super()._schedule(timeout_s, odd_rewards.leak if function is score_chunk else function, *args)
-
-
-def test_an_exception_that_escapes_in_a_process_fails_its_calls_and_one_of_the_driver_is_raised():
-    async def run():
-        async with Leaking(RewardConfig(function=ODD)) as pool:
+        async with RewardPool(RewardConfig(function=ODD)) as pool:
             [outcomes] = await pool.score([RewardRequest(("0.5", "1"), "")])
-            pool.fails_here = True
-            with pytest.raises(LookupError, match="a defect of the driver"):
-                await pool.score([RewardRequest(("0.5",), "")])
             return outcomes
 
-    text = "an exception escaped in the process of the reward: SystemExit"
-    assert [(each.reason, each.detail.endswith(text)) for each in asyncio.run(run())] == [("raised", True)] * 2
+    place = r"tests/usercode/odd_rewards\.py:\d+: SystemExit"
+    assert [(each.reason, bool(re.match(place, each.detail))) for each in asyncio.run(run())] == [("raised", True)] * 2

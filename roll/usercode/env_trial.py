@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import multiprocessing
 import random
 import re
 import sys
@@ -12,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pebble import ProcessExpired, ProcessPool
-
 from roll.base.errors import ConfigError
-from roll.configs.user_code import NOTICE_S, definition_of, failure_text, report_if_slow, start_user_process
+from roll.configs.user_code import NOTICE_S, definition_of, failure_text, report_if_slow
 from roll.envs.base import TextEnv
 from roll.envs.registry import make_env
+from roll.usercode.process import OneProcess, ProcessEndedError
+from roll.usercode.server import CallError
 
 ACTIONS = ("I do not know.", "")
 """Actions of the trial besides those that the environment gives as examples, since environments accept any text."""
@@ -64,24 +63,23 @@ def try_environments(
     `step_timeout_s` bounds each reset or step; `played` gets the episodes of those that work, by path.
     """
     problems: dict[str, str] = {}
-    pool = ProcessPool(1, context=multiprocessing.get_context("spawn"), initializer=start_user_process)
+    process = OneProcess()
     try:
         for trial in trials:
-            found = _run(pool, trial, "make", START_TIMEOUT_S) or _run(pool, trial, "play", step_timeout_s)
+            found = _run(process, trial, "make", START_TIMEOUT_S) or _run(process, trial, "play", step_timeout_s)
             if isinstance(found, str):
                 problems.setdefault(found, f"{found}\n    the environment {trial.path} was tried before the run")
             elif found is not None and played is not None:
                 played[trial.path] = found
     finally:
-        pool.stop()  # type: ignore[no-untyped-call]
-        pool.join()
+        process.close()
     return list(problems.values())
 
 
-def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], timeout_s: float) -> str | Played | None:
+def _run(process: OneProcess, trial: EnvTrial, what: Literal["make", "play"], timeout_s: float) -> str | Played | None:
     doing = {"make": "import and constructor", "play": "a reset or step"}[what]
     playing_s = PLAY_S if what == "play" else 0.0
-    future = pool.schedule(_try, args=(trial, what), timeout=timeout_s + playing_s)
+    future, until = process.start_call(_try, trial, what), time.monotonic() + timeout_s + playing_s
     concurrent.futures.wait([future], timeout=NOTICE_S + playing_s)
     if not future.done():
         print(
@@ -89,13 +87,15 @@ def _run(pool: ProcessPool, trial: EnvTrial, what: Literal["make", "play"], time
             file=sys.stderr,
         )
     try:
-        found: str | Played | None = future.result(START_TIMEOUT_S + timeout_s)
+        found: str | Played | None = process.wait(future, until - time.monotonic())
         return found
     except TimeoutError:
         limit = f" (env_step_timeout_s {timeout_s:g})" if what == "play" else ""
         return f"{doing} of {trial.env_type} took longer than {timeout_s:g} s{limit}"
-    except ProcessExpired as death:
-        return f"{trial.env_type} ended its process with exit code {death.exitcode}"
+    except ProcessEndedError as death:
+        return f"{trial.env_type} ended its process with exit code {death.exit_code}"
+    except CallError as error:
+        return str(error)
 
 
 def _try(trial: EnvTrial, what: str) -> str | Played | None:

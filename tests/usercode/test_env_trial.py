@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from roll.envs import self_test
-from roll.envs.self_test import EnvTrial, Played, play, try_environments
+from roll.usercode import env_trial
+from roll.usercode.env_trial import EnvTrial, Played, play, try_environments
 from tests.envs import broken_envs
 
 MODULE = "tests.envs.broken_envs"
@@ -78,7 +78,7 @@ def test_a_failure_in_some_episodes_is_no_problem_but_is_kept_with_its_file_and_
 
 
 def test_a_slow_environment_plays_a_part_of_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "PLAY_S", 0.1)
+    monkeypatch.setattr(env_trial, "PLAY_S", 0.1)
     played = play(broken_envs.Slow(max_steps=1000))
     assert isinstance(played, Played) and 2 <= len(played.observations) < 20
     assert (played.instruction, played.observations[0]) == ("Wait.", "Go.")
