@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
-from roll.configs import roles
+from roll.configs import arguments
 from roll.datasets.preferences import Preference, encode_preferences
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
@@ -38,7 +38,7 @@ def qwen_tokenizer():
 
 
 def test_the_configuration_lists_these_templates():
-    assert set(TEMPLATES) == set(roles.TEMPLATES)
+    assert set(TEMPLATES) == set(arguments.TEMPLATES)
 
 
 def test_native_is_the_tokenizers_own_template_with_the_start_of_a_response(tokenizer):
