@@ -91,8 +91,8 @@ class KeptCluster(Cluster[WorkerT]):
         if self._ended:
             return
         self._ended = True
-        closing = [actor.call.remote("close", False) for actor in self._actors]
-        for rank, (actor, answer) in enumerate(zip(self._actors, closing, strict=True)):
+        closing = [actor.call.remote("close", False) for actor in self.actors]
+        for rank, (actor, answer) in enumerate(zip(self.actors, closing, strict=True)):
             if has_closed(answer):
                 self.idle[self._key(rank, 0)].append(actor)
             else:
