@@ -57,7 +57,7 @@ def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> 
     if pipeline == "agentic":
         found = [child for child in driver.children(recursive=True) if "EnvActor" in command_of(child)]
         return [child for child in found if child.parent() not in found]  # not the watchdog of each, a fork of it
-    return [child for child in owner.children() if "spawn_main" in command_of(child)]
+    return [child for child in owner.children() if "roll.usercode.server" in command_of(child)]
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
