@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from roll.base.errors import Finding, error, missing, unreachable, warning
@@ -18,7 +19,7 @@ from roll.hub.names import CONFIG_NAME, hub_name, local_model, other_reading
 from roll.hub.special_tokens import read_tokenizer
 from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_positions
 from roll.models.families.registry import value_architectures
-from roll.models.families.shape import ModelShape, read_model_shape
+from roll.models.families.shape import ModelShape, RotaryConfig, read_model_shape
 
 TOP_K_BYTES = 8
 """Memory of one of the teacher's `opd_top_k` tokens of a batch: its id and its log-prob."""
@@ -73,12 +74,17 @@ def _check_same_model(config: RLConfig) -> Iterator[Finding]:
         return
     path, shapes = "actor_infer.model_args.model_name_or_path", []
     with contextlib.suppress(UnsupportedModel):  # reported with the role
-        shapes = [read_model_shape(folder, value_head=False) for folder in folders]
+        shapes = [_sizes(read_model_shape(folder, value_head=False)) for folder in folders]
     message = f"{names[1]} is not {names[0]}, the model of actor_train"
     if None not in shapes and shapes and shapes[0] != shapes[1]:
         yield error(path, f"{message}, and has another shape than the weights that it gets; leave it out")
     else:
         yield warning(path, f"{message}, whose weights replace its own before the first batch; leave it out")
+
+
+def _sizes(shape: ModelShape | None) -> ModelShape | None:
+    """A shape without the numbers that no weight depends on; the first weight update tries these."""
+    return shape and replace(shape, rotary=RotaryConfig(), norm_epsilon=0.0)
 
 
 def _check_top_k(config: RLConfig, top_k: int, shape: ModelShape) -> Iterator[Finding]:
