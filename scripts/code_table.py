@@ -190,7 +190,7 @@ def table(root: Path) -> dict[str, str]:
 def main() -> None:
     """Prints the table of this checkout, beside the one that the command names."""
     roots = [Path(folder) for folder in sys.argv[1:]] + [Path(__file__).parents[1]]
-    print("| |" + " | |" * len(roots) + "\n|---" + "|---" * len(roots) + "|")
+    print("| |" + " |" * len(roots) + "\n|---" + "|---" * len(roots) + "|")
     for name in table(roots[-1]):
         print(f"| {name} | " + " | ".join(table(root)[name] for root in roots) + " |")
 
