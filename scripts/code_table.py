@@ -1,7 +1,7 @@
 """Prints a table about the structure of the code: sizes, imports, and in how many places one thing is written.
 
     python scripts/code_table.py            (this checkout)
-    python scripts/code_table.py FOLDER     (another one, for a column beside it)
+    python scripts/code_table.py FOLDER     (adds a column for another checkout)
 
 Everything is read from the source with `ast`; nothing of the project is imported.
 """

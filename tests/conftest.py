@@ -88,7 +88,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def python_searches_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without a command of this package, which forbids it to its process and those that it starts."""
+    """Commands of this package set PYTHONSAFEPATH; a test that runs one in this process must not leave it set."""
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
 
 

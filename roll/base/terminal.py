@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -129,17 +128,6 @@ def handle_interrupt(handler: Callable[[], None], *signals: signal.Signals) -> I
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def block_interrupts() -> Iterator[None]:
-    """Threads and processes that the block starts never receive Ctrl-C: this process ends them."""
-    resource_tracker.ensure_running()  # multiprocessing starts it with its first process, and then unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_now(message: str = "interrupted") -> NoReturn:

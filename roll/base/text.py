@@ -12,7 +12,7 @@ SIMILAR = 0.6
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = SIMILAR) -> str | None:
-    """The known name most similar to `name`, in any case of letters; None if no name is similar."""
+    """The known name most similar to `name`, ignoring case; None if no name is similar."""
     by_lower = {each.lower(): each for each in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""Runs Python programs that nobody has read: a fork server in namespaces of its own, a new process for each program.
+"""Runs untrusted Python programs: a fork server in namespaces of its own, a new process for each program.
 
 Only the standard library is imported here, and nothing of this project outside of this folder, because the fork server
 starts without the rest.

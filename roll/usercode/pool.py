@@ -56,7 +56,7 @@ class UserProcessPool:
 
     @property
     def processes(self) -> list[UserProcess]:
-        """Those that run."""
+        """The running processes."""
         return list(self._all)
 
     def start(self) -> None:

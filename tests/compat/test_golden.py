@@ -1,6 +1,6 @@
 """Files of other systems are read or refused as in tests/data/compat, which `python -m tests.compat.golden` rewrites.
 
-`cases.yaml` has one key or two at a time; a file beside it has a whole recipe as `roll convert` prints it.
+`cases.yaml` has one key or two at a time; each other file has a whole recipe as `roll convert` prints it.
 """
 
 from __future__ import annotations

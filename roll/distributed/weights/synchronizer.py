@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import InferWorker
@@ -365,8 +366,14 @@ class WeightSynchronizer:
 
 
 def choose_transport(train: Cluster[TrainWorker], infer: Cluster[InferWorker], name: str = "auto") -> type[Transport]:
-    """The transport of this name; `auto`: shared memory within one node, where both own one GPU or any CPU slots."""
+    """The transport of this name; `auto`: shared memory within one node, where both own one GPU or any CPU slots.
+
+    Raises:
+        RunError: shared memory is named where it cannot be used.
+    """
+    shared = len(train.nodes | infer.nodes) == 1 and (shares_devices(train, infer) or on_cpu(train))
+    if name == "shared_memory" and not shared:
+        raise RunError("weight_transport: shared_memory needs one node and shared devices; set auto or broadcast")
     if name == "auto":
-        one_node = len(train.nodes | infer.nodes) == 1
-        name = "shared_memory" if one_node and (shares_devices(train, infer) or on_cpu(train)) else "broadcast"
+        name = "shared_memory" if shared else "broadcast"
     return TRANSPORTS[name]

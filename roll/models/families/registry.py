@@ -1,4 +1,4 @@
-"""The known families: those of this package, and those that modules of the user register."""
+"""The known families: the package's own and the ones that modules of the user register."""
 
 from __future__ import annotations
 

@@ -17,11 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.infer.engine_monitor import EngineMonitor, EnginesLostError
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
 from roll.distributed.train.weight_sender import StageSource
+from roll.distributed.weights import synchronizer as module
+from roll.distributed.weights import transport as transports
 from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.plan import WeightSpec
 from roll.distributed.weights.report import Transfer, UpdateReport
@@ -131,11 +134,28 @@ def test_the_way_of_weights_follows_from_where_the_clusters_are(
     train: Any = Devices([0, 1])
     infer: Any = Devices([0, 1] if shared else [2, 3])
     assert choose_transport(train, infer) is transport
+    assert choose_transport(train, infer, "broadcast") is BroadcastTransport
+    if transport is BroadcastTransport:
+        with pytest.raises(RunError, match="weight_transport: shared_memory needs"):
+            choose_transport(train, infer, "shared_memory")
     if backend is not None:
         made = BroadcastTransport(train, infer, 1.0, 1 << 20)
         made.sources = [StageSource(0, [], "10.0.0.1")]
         asyncio.run(made.connect())
         assert {(group.backend, group.port, group.world_size) for group in groups} == {(backend, 5555, 3)}
+
+
+def test_a_transport_of_the_user_is_registered_once_and_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(BroadcastTransport):
+        """As a module of `custom_modules` registers it."""
+
+    monkeypatch.setattr(transports, "TRANSPORTS", known := dict(transports.TRANSPORTS))
+    monkeypatch.setattr(module, "TRANSPORTS", known)
+    transports.register_transport("mine")(Mine)
+    clusters: Any = SimpleNamespace(platform="cpu", nodes={0}, config=SimpleNamespace(device_mapping=[0]))
+    assert module.choose_transport(clusters, clusters, "mine") is Mine
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        transports.register_transport("mine")(Mine)
 
 
 def updated(
