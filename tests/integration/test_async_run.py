@@ -229,12 +229,18 @@ def test_a_run_that_ended_with_its_engine_resumes_with_buffered_and_running_prom
 
 def test_requests_that_never_end_are_dropped_and_the_cause_is_reported(shared_runs, inputs, tmp_path):
     config = asynchronous(
-        inputs, tmp_path, 1, eval_steps=0, response_length=1000, actor_infer__generation_timeout_s=0.5
+        inputs,
+        tmp_path,
+        1,
+        eval_steps=0,
+        response_length=1000,  # of 96 responses about 30 are longer than 300 tokens, nine longer than 600
+        max_generation_retries=0,
+        actor_infer__generation_timeout_s=0.2,  # 300 tokens on a fast machine
     )
     code, output = shared_runs.run(config)
     assert code == 1
     said = " ".join(output.split())
-    assert "generation_failed" in said and "aborted after 0.5 s (generation_timeout_s)" in said
+    assert "generation_failed" in said and "aborted after 0.2 s (generation_timeout_s)" in said
 
 
 def test_a_run_resumes_at_another_layout_ratio_and_number_of_engines(shared_runs, inputs, tmp_path):
