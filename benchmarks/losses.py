@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Check, Measurement, at_most, main, median
-from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
+from roll.algorithms.advantage_options import ADV_ESTIMATORS, TURN_ESTIMATORS
+from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import policy
-from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.advantages import ADV_ESTIMATORS, TURN_ESTIMATORS
-from roll.configs.policy import VARIANT_TRAITS
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import PolicySettings
 
 SAMPLES, TOKENS, GROUP = 1024, 2048, 8
 MICRO_BATCH = 16
@@ -83,7 +83,7 @@ def batch() -> dict[str, Tensor]:
 
 def measure_estimator(name: str, data: dict[str, Tensor]) -> dict[str, float]:
     """Seconds of the advantages, and of copying what they read and give."""
-    config = AdvantageConfig(adv_estimator=name, reward_weights=(1.0,))
+    config = AdvantageSettings(adv_estimator=name, reward_weights=(1.0,))
     options: dict[str, Any] = {key: data[key] for key in READ.get(name, ())}
     if name == "remax":
         options["greedy"] = GreedyResponses(data["scores"], torch.ones(SAMPLES, dtype=torch.int64))
@@ -98,7 +98,7 @@ def measure_estimator(name: str, data: dict[str, Tensor]) -> dict[str, float]:
 
 def measure_loss(name: str, data: dict[str, Tensor]) -> dict[str, float]:
     """Seconds of loss and gradient over all micro-batches, and of copying what they read and give."""
-    config = PolicyLossConfig(pg_variant=name)
+    config = PolicySettings(pg_variant=name)
     scale = LossScale.of(data["response_mask"], TOKENS)
     data = data | {"behavior_log_probs": data["old_log_probs"]}
     if name in ("clip_cov", "kl_cov"):
@@ -123,7 +123,7 @@ def measure() -> Measurement:
     checks: list[Check] = []
     parts: list[tuple[str, Sequence[str], Callable[[str, dict[str, Tensor]], dict[str, float]]]] = [
         ("adv_estimator", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS], measure_estimator),
-        ("pg_variant", [*VARIANT_TRAITS], measure_loss),
+        ("pg_variant", [*POLICY_LOSSES], measure_loss),
     ]
     for part, names, measure_one in parts:
         for name in names:

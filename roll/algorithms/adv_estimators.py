@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, masked, normalize, whiten
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.registry import Registry
 from roll.algorithms.returns import (
     along_tokens,
@@ -34,7 +32,7 @@ from roll.algorithms.turn_advantages import (
 )
 
 if TYPE_CHECKING:
-    from roll.algorithms.advantages import AdvantageConfig
+    from roll.algorithms.advantages import AdvantageSettings
 
 
 @dataclass(frozen=True)
@@ -100,13 +98,13 @@ class RewardBatch:
         return turn_token_rewards(self.scores, self.token_kl, self.response_mask, self.turns, self.episodes)
 
 
-Estimator = Callable[[RewardBatch, "AdvantageConfig"], tuple[Tensor, Tensor]]
+Estimator = Callable[[RewardBatch, "AdvantageSettings"], tuple[Tensor, Tensor]]
 ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
 """f(batch, config) -> (advantages [B, T], returns [B, T])."""
 
 
 @ADV_ESTIMATORS.register("grpo")
-def grpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def grpo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = (R - mean_group) / (std_group + EPSILON), the same for every token of a sample.
 
     `grpo_norm_by_std: false` leaves out the division (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal R,
@@ -116,7 +114,7 @@ def grpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("rloo")
-def rloo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def rloo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = n / (n - 1) (R - mean_group): R minus the mean of the other n - 1 responses to the prompt.
 
     The baseline does not depend on the response itself, so the gradient is unbiased. A group of one has A = 0. Source:
@@ -131,7 +129,7 @@ def rloo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("remax")
-def remax(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def remax(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = R - b, where b is the score of the greedy response (temperature 0) to the prompt.
 
     b does not depend on the response, so the gradient is unbiased, also for a group of one. The overlong penalty of its
@@ -151,7 +149,7 @@ def remax(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("lite_ppo")
-def lite_ppo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def lite_ppo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = (R - mean_group) / (std_batch + EPSILON), to be used with `loss_agg_mode: token-mean`.
 
     With the std of the batch, prompts whose responses have almost equal scores do not get large advantages. Source:
@@ -161,7 +159,7 @@ def lite_ppo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tenso
 
 
 @ADV_ESTIMATORS.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = R - mean_group, whitened over the batch's response tokens.
 
     Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
@@ -171,7 +169,7 @@ def reinforce_plus_plus_baseline(batch: RewardBatch, config: AdvantageConfig) ->
 
 
 @ADV_ESTIMATORS.register("opo")
-def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def opo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = R - sum_j T_j R_j / sum_j T_j over the group, where T is the number of response tokens.
 
     Where the gradient's square grows with length, this baseline has the least variance on-policy. Source: Hao et al.
@@ -187,7 +185,7 @@ def opo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("optimal_token_baseline")
-def optimal_token_baseline(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def optimal_token_baseline(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A_t = G_t - sum_j W_jt G_jt / sum_j W_jt over the group's responses j that have a token t.
 
     G is the discounted return to go. W_t = EPSILON + sum_{s <= t} w_s^2 (1 - 2 pi_s + sum pi_s^2), the squares of the
@@ -252,7 +250,7 @@ def token_baselines(returns: Tensor, weights: Tensor, present: Tensor, groups: T
 
 
 @ADV_ESTIMATORS.register("gpg")
-def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def gpg(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = a (R - mean_group), where a is the number of groups over the number of groups with different R.
 
     Groups without a gradient thereby do not make those with one smaller. Meant for `pg_variant: vanilla`. Source: Chu
@@ -268,7 +266,7 @@ def gpg(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("pass_at_k")
-def pass_at_k(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def pass_at_k(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = (E[max | i] - E[max]) / std(max), over all sets of `pass_k` responses of the group, and all sets with i.
 
     Rewards the best of k tries instead of each. k = 1 is grpo with the biased std; a group smaller than k is taken
@@ -312,7 +310,7 @@ def _choose(n: Tensor, k: Tensor) -> Tensor:
 
 
 @ADV_ESTIMATORS.register("gdpo")
-def gdpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def gdpo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A = sum_k w_k (r_k - mean_group) / (std_group + EPSILON) over the rewards k, whitened over the batch's samples.
 
     A reward with equal scores in a group, or of a single sample, adds 0 there. Penalties (the KL of the tokens,
@@ -344,7 +342,7 @@ def gdpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("reinforce_plus_plus")
-def reinforce_plus_plus(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A_t = G_t, the return to go discounted by gamma, whitened over the batch's response tokens.
 
     It uses no groups: the baseline is the mean of the batch. With `add_token_level_kl` G_t contains the KL of the
@@ -356,7 +354,7 @@ def reinforce_plus_plus(batch: RewardBatch, config: AdvantageConfig) -> tuple[Te
 
 
 @ADV_ESTIMATORS.register("reinforce")
-def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def reinforce(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A_t = G_t, the return to go discounted by gamma, of scores normalized by `norm_mean_type` and `norm_std_type`.
 
     Source: Williams 1992.
@@ -370,7 +368,7 @@ def reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tens
 
 
 @ADV_ESTIMATORS.register("gae")
-def gae(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def gae(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A_t = delta_t + gamma lambd A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t; the returns are A + V.
 
     r is the score at the last token, minus the KL of each token with `add_token_level_kl`; in trajectories each turn
@@ -389,7 +387,7 @@ def gae(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
 
 
 @ADV_ESTIMATORS.register("opd")
-def opd(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def opd(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A_t = -opd_kl_coef (log p_t - log teacher_t), whatever the scores are: on-policy distillation.
 
     Its policy gradient is that of the KL divergence from the policy to the teacher at each token, given the tokens

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-import torch
-from torch import Tensor
-
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
+from roll.algorithms.advantage_options import AdvantageOptions, SampleMaskOptions
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.kl import kl_divergence
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.shaping import (
     RunStatistics,
     apply_norm,
@@ -30,39 +29,18 @@ from roll.algorithms.shaping import (
     token_penalty,
 )
 from roll.algorithms.turn_advantages import Turns, check_turns, episodes_of
-from roll.configs.advantages import AdvantageOptions, SampleMaskOptions
-from roll.configs.agentic import AgenticOptions, RewardNormalization
-from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.policy import KLOptions, options_of
+from roll.algorithms.turn_options import TurnOptions
 
 
 @dataclass
-class AdvantageConfig(AdvantageOptions):
-    """Settings of the advantages: the YAML keys of `AdvantageOptions`, of the token KL, and of turns.
+class AdvantageSettings(AdvantageOptions, TurnOptions):
+    """Settings of the advantages, `RLConfig.advantages`: keys of turns have their defaults without turns.
 
     `reward_weights` are those of `rewards` in their order, for estimators that read the score of each reward.
     """
 
-    add_token_level_kl: bool = KLOptions.add_token_level_kl
-    kl_penalty: str = KLOptions.kl_penalty
     response_length: int | None = None
-    reward_normalization: RewardNormalization = field(default_factory=RewardNormalization)
-    episode_reward_weight: float = AgenticOptions.episode_reward_weight
-    step_reward_weight: float = AgenticOptions.step_reward_weight
-    step_reward_gamma: float = AgenticOptions.step_reward_gamma
     reward_weights: tuple[float, ...] = ()
-
-    @classmethod
-    def from_config(cls, config: RLConfig) -> AdvantageConfig:
-        """The settings of a run; keys of turns have their defaults without turns, and those of lengths with them."""
-        options = options_of(cls, config)
-        if config.pipeline != "rlvr":
-            # `response_length` of agents is that of one turn, and a trajectory has several
-            options |= {"overlong_buffer_len": None, "length_reward_coef": 0.0, "length_penalty_per_token": 0.0}
-            options["length_loss_weight"] = False
-        if isinstance(config, RLVRConfig) and config.uses_reward_parts:
-            options["reward_weights"] = tuple(reward.weight for reward in config.rewards.values())
-        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -117,7 +95,7 @@ def compute_advantages(
     scores: Tensor,
     groups: Tensor,
     response_mask: Tensor,
-    config: AdvantageConfig,
+    config: AdvantageSettings,
     *,
     log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
@@ -255,7 +233,7 @@ def learned_samples(
 
 
 def _reference_kl(
-    config: AdvantageConfig, mask: Tensor, log_probs: Tensor | None, ref_log_probs: Tensor | None
+    config: AdvantageSettings, mask: Tensor, log_probs: Tensor | None, ref_log_probs: Tensor | None
 ) -> Tensor | None:
     if not config.add_token_level_kl:
         return None
@@ -265,7 +243,7 @@ def _reference_kl(
 
 
 def _teacher_kl(
-    config: AdvantageConfig, mask: Tensor, log_probs: Tensor | None, teacher: Tensor | None
+    config: AdvantageSettings, mask: Tensor, log_probs: Tensor | None, teacher: Tensor | None
 ) -> Tensor | None:
     """The log ratio itself: other estimators of the KL divergence are no advantages, their gradient is another."""
     if not config.uses_teacher:
@@ -287,7 +265,7 @@ def _squared_gradients(
     return masked(squares.clamp(min=0), mask)
 
 
-def _constant_episodes(batch: RewardBatch, config: AdvantageConfig) -> Tensor:
+def _constant_episodes(batch: RewardBatch, config: AdvantageSettings) -> Tensor:
     """Whether the episodes of a group have equal scores, [E] bool; with gdpo, equal scores of each reward."""
     scores = [batch.scores]
     if config.uses_reward_parts and batch.reward_parts is not None:
@@ -299,7 +277,7 @@ def _constant_episodes(batch: RewardBatch, config: AdvantageConfig) -> Tensor:
 
 
 def _metrics(
-    advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch, config: AdvantageConfig
+    advantages: Tensor, returns: Tensor, mask: Tensor, batch: RewardBatch, config: AdvantageSettings
 ) -> dict[str, float]:
     groups, index = batch.episode_groups, token_index(mask)
     kept, kept_returns = (select_tokens(x, index) if len(index) else x.new_zeros(1) for x in (advantages, returns))

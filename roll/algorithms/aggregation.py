@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.registry import Registry
 
 EPSILON = 1e-6

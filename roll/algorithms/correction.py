@@ -12,13 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from roll.algorithms.aggregation import EPSILON, LossScale, masked, masked_max, masked_mean, masked_sum, unit_mean
+from roll.algorithms.correction_options import CorrectionOptions, DifferenceOptions, RejectionOptions
 from roll.algorithms.kl import LOG_RATIO_CLAMP
-from roll.algorithms.policy_losses import clamped_exp
-from roll.configs.correction import CorrectionOptions, DifferenceOptions, RejectionOptions
+from roll.algorithms.lazy_torch import Tensor, torch
+from roll.algorithms.policy_loss.base import clamped_exp
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+from roll.algorithms.lazy_torch import Tensor, torch
 
 TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS = "teacher_top_ids", "teacher_top_log_probs"
 """Tensors [B, T, K] of a batch: the teacher's most likely tokens (int32, -1 for none), and their log-probs."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.registry import Registry
 
 KL_CLAMP = 10.0

@@ -1,7 +1,7 @@
 """Losses of a training step by name, as `MegatronTrainStrategy.train_step` calls them for every micro-batch.
 
 The learner of a pipeline names its loss in `meta_info["loss"]` of the batch; that of RL names `policy`, which computes
-the `pg_variant` of `roll.algorithms.policy_losses`.
+the `pg_variant` of `roll.algorithms.policy_loss`.
 
 A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic or reward model is given
 its values and no entropy. Every term is divided by counts over the global batch, so the losses of all micro-batches on
@@ -28,10 +28,10 @@ from roll.algorithms.distillation import (
     top_k_divergence,
 )
 from roll.algorithms.kl import k3, kl_divergence
-from roll.algorithms.policy_losses import PolicyLossConfig, PolicyTokens, token_losses
+from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens, TokenLosses
+from roll.algorithms.policy_options import PolicySettings, losses_of
+from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
 from roll.algorithms.registry import Registry
-from roll.configs.pipeline import DPOConfig, RewardModelConfig
-from roll.configs.policy import DPOOptions, RewardModelOptions, options_of
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]
 LOSSES: Registry[Loss] = Registry("loss")
@@ -60,7 +60,7 @@ def sft(
 
 @LOSSES.register("policy")
 def policy(
-    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: PolicyLossConfig
+    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: PolicySettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
@@ -166,6 +166,29 @@ def policy(
     return loss, metrics
 
 
+def token_losses(tokens: PolicyTokens, config: PolicySettings, turn_index: Tensor | None = None) -> TokenLosses:
+    """The losses of `pg_variant` with the ratio of `ratio_type`; of a mixture, the sum with its weights.
+
+    The ratio of a mixture is that of its first loss that reads one, and a token counts as clipped if one loss clips it.
+
+    Args:
+        tokens: of the samples.
+        config: of the policy loss.
+        turn_index: [b, T]; needed with `ratio_type: segment`.
+    """
+    parts: list[tuple[float, bool, TokenLosses]] = []
+    for name, weight in losses_of(config.pg_variant).items():
+        one = POLICY_LOSSES[name]
+        ratio_type = config.ratio_type if one.reads_ratio_type else "token"
+        of_loss = one(tokens.with_ratio_of(ratio_type, turn_index), config.options_of(one))
+        parts.append((weight, one.reads_ratio, of_loss))
+    shown = next((terms for _, reads, terms in parts if reads), parts[0][2])
+    loss, clipped = parts[0][0] * parts[0][2].loss, parts[0][2].clipped
+    for weight, _, terms in parts[1:]:
+        loss, clipped = loss + weight * terms.loss, clipped | terms.clipped
+    return TokenLosses(loss, shown.ratio, clipped)
+
+
 @dataclass(frozen=True)
 class ValueLossConfig:
     """Settings of the value loss, under the names of their keys."""
@@ -209,19 +232,9 @@ def value(
     return 0.5 * aggregate(losses, mask, config.loss_agg_mode, scale), metrics
 
 
-@dataclass
-class DPOLossConfig(DPOOptions):
-    """Settings of the preference loss, under the names of their keys."""
-
-    @classmethod
-    def from_config(cls, config: DPOConfig) -> DPOLossConfig:
-        """The settings of a run."""
-        return cls(**options_of(cls, config))
-
-
 @LOSSES.register("dpo")
 def dpo(
-    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: DPOLossConfig
+    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: DPOOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over pairs of f(m), where m is how much more the better response gained than the worse one.
 
@@ -270,7 +283,7 @@ def dpo(
     return loss, metrics
 
 
-def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOOptions) -> Tensor:
     """The estimate of the KL divergence to the reference with which `kto_pair` compares each row, [2 P].
 
     For a better response it is the mean gain of the worse responses, for a worse one that of the better ones, each at
@@ -285,26 +298,16 @@ def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfi
     return torch.stack([worse, better]).detach().repeat(len(log_probs) // 2)
 
 
-def _gains(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOLossConfig) -> Tensor:
+def _gains(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOOptions) -> Tensor:
     """How much more likely each response is than under the reference, s [B]: in total, or per token."""
     mask = batch["response_mask"]
     log_ratio = masked(log_probs - batch["ref_log_probs"], mask)
     return masked_mean(log_ratio, mask, dim=-1) if config.length_normalized else log_ratio.sum(-1)
 
 
-@dataclass
-class BradleyTerryConfig(RewardModelOptions):
-    """Settings of the loss of a reward model, under the names of their keys."""
-
-    @classmethod
-    def from_config(cls, config: RewardModelConfig) -> BradleyTerryConfig:
-        """The settings of a run."""
-        return cls(**options_of(cls, config))
-
-
 @LOSSES.register("bradley_terry")
 def bradley_terry(
-    values: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: BradleyTerryConfig
+    values: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: RewardModelOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over pairs of -log sigmoid(r_better - r_worse), the likelihood of Bradley and Terry (1952).
 
@@ -346,7 +349,7 @@ def _pair_metrics(better: Tensor, worse: Tensor, pairs: float) -> dict[str, Tens
     }
 
 
-def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicyLossConfig) -> Correction | None:
+def _correction(log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicySettings) -> Correction | None:
     """The correction in use, if any: from the driver, or computed here against the current policy."""
     if not config.correction.active:
         return None

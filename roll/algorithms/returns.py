@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from roll.algorithms.aggregation import masked, place_tokens, select_tokens, token_index
+from roll.algorithms.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
     from roll.algorithms.turn_advantages import Episodes, Turns
@@ -88,7 +85,7 @@ def generalized_advantages(
     """
 
     def advantages(rewards: Tensor, values: Tensor) -> Tensor:
-        following = F.pad(values[:, 1:], (0, 1))
+        following = torch.nn.functional.pad(values[:, 1:], (0, 1))
         return discounted_sum(rewards + gamma * following - values, gamma * lambd)
 
     return along_tokens(advantages, response_mask, rewards, values, sequences=sequences)
@@ -139,9 +136,9 @@ def discounted_sum(values: Tensor, factor: float) -> Tensor:
     position = torch.arange(size, device=values.device, dtype=torch.float64)
     distance = position[:, None] - position
     powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(values.dtype)
-    blocks = F.pad(values, (0, -length % size)).view(count, -1, size)
+    blocks = torch.nn.functional.pad(values, (0, -length % size)).view(count, -1, size)
     sums = blocks @ powers
     if blocks.shape[1] > 1:
-        following = F.pad(discounted_sum(sums[:, :, 0], factor**size)[:, 1:], (0, 1))
+        following = torch.nn.functional.pad(discounted_sum(sums[:, :, 0], factor**size)[:, 1:], (0, 1))
         sums = torch.addcmul(sums, following[:, :, None], (factor ** (size - position)).to(values.dtype))
     return sums.reshape(count, -1)[:, :length]

@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from roll.algorithms.advantage_options import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, group_std, whiten
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.turn_advantages import Episodes
-from roll.configs.advantages import RUNNING, RUNNING_TAG, RUNNING_TYPES
 
 if TYPE_CHECKING:
-    from roll.algorithms.advantages import AdvantageConfig
+    from roll.algorithms.advantages import AdvantageSettings
 
 
 # Length penalties
@@ -37,7 +35,7 @@ class LengthPenalties:
 
 
 def length_penalties(
-    scores: Tensor, lengths: Tensor, groups: Tensor, episodes: Episodes, config: AdvantageConfig
+    scores: Tensor, lengths: Tensor, groups: Tensor, episodes: Episodes, config: AdvantageSettings
 ) -> LengthPenalties:
     """The sum of `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`.
 
@@ -68,7 +66,7 @@ def length_penalties(
     return LengthPenalties(total, metrics)
 
 
-def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+def overlong_penalty(lengths: Tensor, config: AdvantageSettings) -> Tensor:
     """Length penalty [B] of responses of `lengths` [B] tokens, subtracted from scores; 0 without `overlong_buffer_len`.
 
     It rises evenly from 0, `overlong_buffer_len` tokens before `response_length`, to `overlong_penalty_factor` there.
@@ -80,7 +78,7 @@ def overlong_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
     return config.overlong_penalty_factor * (beyond / config.overlong_buffer_len).clamp(0, 1)
 
 
-def token_penalty(lengths: Tensor, config: AdvantageConfig) -> Tensor:
+def token_penalty(lengths: Tensor, config: AdvantageSettings) -> Tensor:
     """`length_penalty_per_token` times the number of response tokens, [B] float32 from lengths [B]."""
     return config.length_penalty_per_token * lengths.float()
 
@@ -114,12 +112,12 @@ def _mean(values: Tensor, episodes: Episodes) -> float:
 # Clipping and whitening
 
 
-def clip_scores(scores: Tensor, config: AdvantageConfig) -> Tensor:
+def clip_scores(scores: Tensor, config: AdvantageSettings) -> Tensor:
     """The scores [B], clipped to +- `reward_clip`."""
     return scores if config.reward_clip is None else scores.clamp(-config.reward_clip, config.reward_clip)
 
 
-def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageConfig) -> Tensor:
+def shape_scores(scores: Tensor, episodes: Episodes, config: AdvantageSettings) -> Tensor:
     """The scores [B] after `reward_clip` and `whiten_rewards`."""
     scores = clip_scores(scores, config)
     if config.whiten_rewards:
@@ -189,7 +187,7 @@ class RunStatistics:
         return cls(ScoreStatistics(**state.get("score_statistics", {})), by_tag)
 
 
-def norm_types(config: AdvantageConfig) -> tuple[str | None, str | None]:
+def norm_types(config: AdvantageSettings) -> tuple[str | None, str | None]:
     """`norm_mean_type` and `norm_std_type` where `normalize_scores` applies them; twice None where it has no effect.
 
     The estimator itself applies `batch` and `group` alone.
@@ -245,7 +243,7 @@ def apply_norm(
     groups: Tensor,
     tags: Tensor | None,
     episodes: Episodes,
-    config: AdvantageConfig,
+    config: AdvantageSettings,
     before: RunStatistics,
     tag_names: Sequence[str] | None = None,
 ) -> tuple[Tensor, RunStatistics, dict[str, float]]:
@@ -295,7 +293,12 @@ def apply_norm(
 
 
 def sample_weights(
-    scores: Tensor, groups: Tensor, lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+    scores: Tensor,
+    groups: Tensor,
+    lengths: Tensor,
+    learned: Tensor | None,
+    episodes: Episodes,
+    config: AdvantageSettings,
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Factors [B] of the advantages after `difficulty_loss_weight` and `length_loss_weight`, and metrics.
 
@@ -339,7 +342,7 @@ def _bounds(weights: Tensor) -> tuple[float, float]:
 
 
 def difficulty_weights(
-    scores: Tensor, groups: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+    scores: Tensor, groups: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageSettings
 ) -> tuple[Tensor, dict[str, float]]:
     """Factors [B] of the advantages by the difficulty of each sample's prompt, and metrics.
 
@@ -368,7 +371,7 @@ def difficulty_weights(
 
 
 def length_weights(
-    lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageConfig
+    lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageSettings
 ) -> tuple[Tensor, dict[str, float]]:
     """Factors [B] of the advantages by the length of each sample's response, and metrics.
 

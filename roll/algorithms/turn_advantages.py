@@ -15,16 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from roll.algorithms.aggregation import EPSILON, masked, normalize, std_divisor, zero_variance
+from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.returns import discounted_sum
-from roll.configs.agentic import RewardNormalization
+from roll.algorithms.turn_options import RewardNormalization
 
 if TYPE_CHECKING:
     from roll.algorithms.adv_estimators import RewardBatch
-    from roll.algorithms.advantages import AdvantageConfig
+    from roll.algorithms.advantages import AdvantageSettings
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def to_tokens(values: Tensor, batch: RewardBatch, turns: Turns, listed: TurnList
     return masked(table.gather(1, turns.turn_index.clamp(min=0)), batch.response_mask)
 
 
-def gigpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def gigpo(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A of turn k = w_e norm(R; grouping) + w_s norm(G_k; states), with G_k = r_k + step_reward_gamma G_{k+1}.
 
     w_e is `episode_reward_weight`, w_s `step_reward_weight`. The first term compares trajectories; the second compares
@@ -227,7 +225,7 @@ def gigpo(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
     return to_tokens(advantage, batch, turns, listed), to_tokens(returns, batch, turns, listed)
 
 
-def step_reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def step_reinforce(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A of turn k = norm(G_k; grouping), with G_k = r_k + step_reward_gamma G_{k+1}: REINFORCE over turns.
 
     Mean and std are over turns, so a long trajectory has more weight in them than a short one. Source: Williams 1992,
@@ -246,7 +244,7 @@ def step_reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor,
     return to_tokens(advantage, batch, turns, listed), to_tokens(returns, batch, turns, listed)
 
 
-def agentic_reinforce(batch: RewardBatch, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+def agentic_reinforce(batch: RewardBatch, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """A of turn k = G_k = r'_k + gamma G_{k+1}, with rewards r' that sum to the normalized score norm(R; grouping).
 
     r' is r / (std + EPSILON), or r without a std. The last turn also gets the difference between norm(R; grouping) and

@@ -8,7 +8,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
@@ -407,3 +407,39 @@ class Source:
         """A key without effect: an error, unless it has none only because an override changed one of `causes`."""
         by_override = path not in self.overridden and any(cause in self.overridden for cause in causes)
         return (error if is_error and not by_override else warning)(path, message)
+
+
+def part(cls: type[Instance], config: Any, **others: Any) -> Instance:
+    """The settings of one part of a run: the fields of a dataclass that the configuration has too, and `others`."""
+    shared = {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}  # type: ignore[arg-type]
+    return cls(**shared | others)
+
+
+def combined(name: str, parts: Mapping[str, type], owner: Callable[..., Condition]) -> type:
+    """A dataclass of the keys of several, in which a key has an effect only for those that declare it.
+
+    Args:
+        name: of the class.
+        parts: dataclass of the keys by the name of what reads them; other classes have none.
+        owner: makes the condition of a key from the names of what reads it.
+    """
+    found: dict[str, tuple[Key, list[str]]] = {}
+    for each, options in parts.items():
+        for key in declared(options).values() if is_dataclass(options) else ():
+            found.setdefault(key.path, (key, []))[1].append(each)
+    keys = []
+    for key, readers in found.values():
+        metadata = dict(key.field.metadata)
+        metadata["only_for"] = (owner(*readers), *metadata["only_for"])
+        default = {"default": key.field.default, "default_factory": key.field.default_factory}
+        given = {kind: value for kind, value in default.items() if value is not MISSING}
+        keys.append((key.path, key.hint, field(metadata=metadata, **given)))  # type: ignore[arg-type]
+    owned = dict.fromkeys(each for each in parts.values() if is_dataclass(each))
+    bases = [each for each in owned if not any(each is not other and issubclass(other, each) for other in owned)]
+    return make_dataclass(name, keys, bases=tuple(bases))
+
+
+def check_order(path: str, lower: float, upper: float) -> Iterator[Problem]:
+    """The problem of a lower bound above the upper one."""
+    if lower > upper:
+        yield Problem(path, f"{lower:g} is above the upper bound {upper:g}; swap them")

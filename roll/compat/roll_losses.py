@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.algorithms.policy_options import traits_of
+from roll.algorithms.turn_options import METHODS
 from roll.base.schema import SECTION
 from roll.compat.recipe import Recipe, shown
-from roll.configs.agentic import METHODS
-from roll.configs.policy import traits_of
 
 PG_CLIP = 0.2
 """`pg_clip` where a recipe does not set it."""

@@ -3,100 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from roll.algorithms.advantages import AdvantageSettings
+from roll.algorithms.policy_options import RatioOptions
+from roll.algorithms.turn_options import TurnOptions
 from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, option
-from roll.configs.advantages import TURN_ESTIMATORS, estimators
 from roll.configs.asynchronous import exact_ratio
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig, SampleBy, check_manager
 from roll.configs.pipeline import VALIDATES, RLConfig
-from roll.configs.policy import traits_of
-
-GIGPO = estimators("gigpo", reason="only adv_estimator gigpo reads it")
-
-METHODS: dict[str, dict[str, str | None]] = {
-    "identity": {"norm_mean_type": None, "norm_std_type": None},
-    "mean": {"norm_mean_type": "group", "norm_std_type": None},
-    "mean_std": {"norm_mean_type": "group", "norm_std_type": "group"},
-}
-"""`method` in recipes of ROLL -> the two types with the same meaning."""
-
-
-@dataclass
-class RewardNormalization:
-    """Which rewards are normalised together, and how."""
-
-    grouping: Literal["traj_group_id", "traj_id", "tags", "batch"] = option(
-        "traj_group_id",
-        "What a group is: trajectories with one initial state, the turns of one trajectory, one tag, or the batch.",
-    )
-    norm_mean_type: Literal["batch", "group"] | None = option("group", "Subtract this mean; null: none.")
-    norm_std_type: Literal["batch", "group"] | None = option(
-        "group", "Divide by this standard deviation; null: by none."
-    )
-
-
-def read_normalization(value: Any) -> Any:
-    """A `reward_normalization` section with `method` replaced by the two types; any other value unchanged.
-
-    Raises:
-        ValueError: the method is unknown, or given together with a type it sets.
-    """
-    if not isinstance(value, Mapping) or "method" not in value:
-        return value
-    method = value["method"]
-    if method == "asym_clip":
-        raise ValueError(
-            "method asym_clip is not available: use norm_mean_type: group and norm_std_type: group, and bound the "
-            "result with advantage_clip"
-        )
-    if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(
-            f"method {method!r} is not one of {', '.join(METHODS)}; or give norm_mean_type and norm_std_type"
-        )
-    both = [name for name in METHODS[method] if name in value]
-    if both:
-        raise ValueError(f"method {method} is another spelling of {' and '.join(both)}, which is given too; keep one")
-    return {key: item for key, item in value.items() if key != "method"} | METHODS[method]
-
-
-@dataclass
-class AgenticOptions:
-    """The keys of the loss and the advantages that only trajectories of several turns have."""
-
-    reward_normalization: RewardNormalization = option(
-        factory=RewardNormalization,
-        parse=read_normalization,
-        only_for=estimators(
-            *TURN_ESTIMATORS,
-            reason=f"only adv_estimator {', '.join(TURN_ESTIMATORS)} read it; others define their own normalisation",
-        ),
-        help="Which rewards gigpo, step_reinforce and agentic_reinforce normalise together, and how.",
-    )
-    ratio_type: Literal["token", "segment", "sequence"] = option(
-        "token",
-        "The ratio of the policy loss: a token's own, or that of the mean over its turn or over its sample.",
-        only_for=Condition(
-            lambda config, _: traits_of(config.actor_train.pg_variant).reads_ratio_type,
-            "this actor_train.pg_variant has no ratio, or always that of the sequence",
-            ("actor_train.pg_variant",),
-        ),
-    )
-    episode_reward_weight: float = option(
-        1.0, "gigpo: weight of the normalised score of the episode.", ge=0, only_for=GIGPO
-    )
-    step_reward_weight: float = option(1.0, "gigpo: weight of the normalised return of the turn.", ge=0, only_for=GIGPO)
-    step_reward_gamma: float = option(
-        0.95,
-        "gigpo, step_reinforce: discount from one turn to the one before.",
-        ge=0,
-        le=1,
-        only_for=estimators("gigpo", "step_reinforce", reason="only adv_estimator gigpo and step_reinforce read it"),
-    )
-
 
 ADJUSTMENTS = {
     "copy": "a copied sample would be trained on twice",
@@ -134,7 +52,7 @@ def _frozen_lake() -> dict[str, CustomEnvConfig]:
 
 
 @dataclass
-class AgenticConfig(AgenticOptions, RLConfig):
+class AgenticConfig(TurnOptions, RatioOptions, RLConfig):
     """Reinforcement learning of agents that act in environments over several turns.
 
     `rollout_batch_size` counts trajectories. `roll.configs.defaults` fills in the keys that follow from others.
@@ -182,6 +100,17 @@ class AgenticConfig(AgenticOptions, RLConfig):
         "How a batch that does not divide is filled: with samples without a loss; only pad.",
         parse=batch_adjustment,
     )
+
+    @property
+    def advantages(self) -> AdvantageSettings:
+        """The settings of the advantages, without lengths: `response_length` is that of one turn of a trajectory."""
+        return replace(
+            super().advantages,
+            overlong_buffer_len=None,
+            length_reward_coef=0.0,
+            length_penalty_per_token=0.0,
+            length_loss_weight=False,
+        )
 
     @property
     def groups_per_batch(self) -> int:

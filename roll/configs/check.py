@@ -25,7 +25,6 @@ from roll.configs.rewards import check_rewards
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
 from roll.configs.rules import learning, shaping
 from roll.configs.rules.learning import LOWEST_TEMPERATURE
-from roll.configs.rules.ranges import USUAL
 from roll.configs.scoring_roles import ScoringEngineConfig, check_scoring_engine
 from roll.configs.sglang_options import check_engine_options
 from roll.configs.system_envs import check_variables
@@ -170,7 +169,7 @@ def _check_usual(config: BaseConfig, path: str, value: float) -> Iterator[Findin
     _, key = keys[-1]
     if key.path != path.rpartition(".")[2]:
         return  # an option of an engine or of an environment
-    usual = key.field.metadata["usual"] or USUAL.get(key.path)
+    usual = key.field.metadata["usual"]
     if usual is None or (value == 0 and OFF_AT_ZERO.search(key.field.metadata["help"])):
         return
     least, largest = usual

@@ -10,6 +10,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Converter, Source, Tree, declared, known_keys, one_or_many, value_at
@@ -22,7 +23,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check, check_keys
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.environments import TryEnvironment
-from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig
+from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig
 from roll.configs.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.user_code import failure_text
@@ -142,6 +143,7 @@ def build_config(
     converter = Converter(suggest_for(root, PIPELINES | {kind: root}, FOREIGN), overridden)
     config = converter.overlay(tree, root())
     _read_tracker_options(config, converter)
+    _user_options(config, converter)
     problems += tracker_problems + role_problems
     reasons = dict(unset)
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
@@ -178,6 +180,19 @@ def _load_modules(value: Any, source: str) -> None:
         use_custom_modules(names)
     except Exception as error:
         raise ConfigError([Problem("custom_modules", failure_text(error))], source) from error
+
+
+def _user_options(config: AnyConfig, converter: Converter) -> None:
+    """Makes the mappings of `custom_options` the options that their losses declare."""
+    if not isinstance(config, RLConfig):
+        return
+    for name, given in config.custom_options.items():
+        if name in POLICY_LOSSES and is_dataclass(POLICY_LOSSES[name].options):
+            options = POLICY_LOSSES[name].options()
+            config.custom_options[name] = converter.overlay(given, options, f"custom_options.{name}")
+        else:
+            message = f"{name} is no policy loss with options; known: {', '.join(POLICY_LOSSES)}"
+            converter.problems.append(Problem(f"custom_options.{name}", message))
 
 
 def _with_home(value: Any) -> Any:

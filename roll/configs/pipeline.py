@@ -7,18 +7,20 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.base.schema import YEAR_S, Condition, Source, internal, needs, one_or_many, option, time_text
-from roll.configs.advantages import (
+from roll.algorithms.advantage_options import (
     GREEDY_ESTIMATORS,
     VALUE_ESTIMATORS,
     AdvantageOptions,
     CriticOptions,
     SampleMaskOptions,
 )
+from roll.algorithms.advantages import AdvantageSettings
+from roll.algorithms.policy_options import PolicyOptions, PolicySettings, UserOptions, proximal_source, ratio_base
+from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
+from roll.base.schema import YEAR_S, Condition, Source, internal, needs, one_or_many, option, part, time_text
 from roll.configs.arguments import ENGINE_RUNS, LONGEST_SAMPLING_MASK, pipelines
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
 from roll.configs.built_in_rewards import scoring_role
-from roll.configs.policy import DPOOptions, PolicyOptions, RewardModelOptions
 from roll.configs.rewards import RewardConfig
 from roll.configs.roles import (
     DEVICE_ROLES,
@@ -178,7 +180,7 @@ class BaseConfig:
     custom_modules: list[str] = option(
         factory=list,
         parse=one_or_many,
-        help="Modules of yours that register model families; they are imported in every process.",
+        help="Modules of yours that register policy losses, model families or transports; every process imports them.",
     )
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The role that is trained.")
     validation: ValidationConfig = option(
@@ -297,7 +299,9 @@ class RewardModelConfig(RewardModelOptions, PreferenceConfig):
 
 
 @dataclass
-class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, SampleMaskOptions, BaseConfig):
+class RLConfig(
+    UserOptions, AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, SampleMaskOptions, BaseConfig
+):
     """The keys of reinforcement learning, shared by RLVR and agents."""
 
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")
@@ -462,6 +466,19 @@ class RLConfig(AsyncOptions, PolicyOptions, AdvantageOptions, CriticOptions, Sam
         return -(-self.groups_per_batch * self.responses_per_group // self.actor_infer.layout.data)
 
     @property
+    def policy(self) -> PolicySettings:
+        """The settings of the policy loss."""
+        variant = self.actor_train.pg_variant
+        source = proximal_source(self, variant, self.async_generation_ratio)
+        base = ratio_base(self, variant, source)
+        return part(PolicySettings, self, pg_variant=variant, old_log_probs_source=source, pg_ratio_base=base)
+
+    @property
+    def advantages(self) -> AdvantageSettings:
+        """The settings of the advantages."""
+        return part(AdvantageSettings, self)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether a KL term needs the frozen model, or a teacher is one."""
         return self.use_kl_loss or self.add_token_level_kl or self.uses_teacher
@@ -541,6 +558,12 @@ class RLVRConfig(RLConfig):
     @property
     def uses_judge(self) -> bool:
         return any(scoring_role(reward) == "judge" for reward in self.rewards.values())
+
+    @property
+    def advantages(self) -> AdvantageSettings:
+        """The settings of the advantages; weights of rewards are for estimators that read each of them."""
+        weights = [reward.weight for reward in self.rewards.values()] if self.uses_reward_parts else []
+        return part(AdvantageSettings, self, reward_weights=tuple(weights))
 
 
 @dataclass

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
+from roll.algorithms.advantage_options import ADV_ESTIMATORS
+from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
-from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.arguments import TEMPLATES
 from roll.configs.load import PIPELINES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
-from roll.configs.policy import VARIANT_TRAITS
 from roll.configs.roles import ROLES
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
@@ -117,7 +117,7 @@ def _tracker_keys() -> Iterator[Key]:
 
 def _names() -> Iterator[tuple[str, str]]:
     yield "`adv_estimator`", ", ".join(ADV_ESTIMATORS)
-    yield "`actor_train.pg_variant`", ", ".join(VARIANT_TRAITS)
+    yield "`actor_train.pg_variant`", ", ".join(POLICY_LOSSES)
     yield "`<role>.data_args.template`", ", ".join(TEMPLATES)
     yield "`architectures` of the model's config.json", ", ".join(architectures())
 

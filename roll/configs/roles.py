@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from roll.algorithms.policy_options import parse_pg_variant
 from roll.base.schema import needs, option
 from roll.configs.arguments import (
     ENGINE_RUNS,
@@ -23,7 +24,6 @@ from roll.configs.arguments import (
 from roll.configs.asynchronous import PROMPTS_MIX
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
-from roll.configs.policy import parse_pg_variant
 from roll.configs.system_envs import environment
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")

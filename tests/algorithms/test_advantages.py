@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS, best_of_k
+from roll.algorithms.advantage_options import (
+    GREEDY_ESTIMATORS,
+    TEACHER_ESTIMATORS,
+    TURN_ESTIMATORS,
+    VALUE_ESTIMATORS,
+    SampleMaskOptions,
+)
 from roll.algorithms.advantages import (
-    AdvantageConfig,
+    AdvantageSettings,
     GreedyResponses,
     compute_advantages,
     learned_samples,
@@ -17,13 +24,6 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.returns import return_to_go, token_rewards
 from roll.algorithms.shaping import overlong_penalty
-from roll.configs.advantages import (
-    GREEDY_ESTIMATORS,
-    TEACHER_ESTIMATORS,
-    TURN_ESTIMATORS,
-    VALUE_ESTIMATORS,
-    SampleMaskOptions,
-)
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns
@@ -33,7 +33,7 @@ GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 0.0, 2.0, 6.0])
 VALUES = torch.arange(16.0).reshape(4, 4) / 8
 GREEDY = GreedyResponses(torch.tensor([0.5, 0.5, 3.0, 3.0]), torch.tensor([1, 1, 9, 9]))
-GRPO = AdvantageConfig(reward_weights=(1.0, 0.5))
+GRPO = AdvantageSettings(reward_weights=(1.0, 0.5))
 POLICY, TEACHER = torch.linspace(-2, -1, 16).view(4, 4), torch.linspace(-1, -3, 16).view(4, 4)
 """Log-probs of the policy and of a teacher."""
 PARTS = torch.stack([SCORES, torch.tensor([0.0, 1.0, 1.0, 0.0])], dim=1)
@@ -48,8 +48,8 @@ GIVEN = {
     "reward_parts": PARTS,
     "sum_pi_squared": SQUARES,
 }
-REMAX = AdvantageConfig(adv_estimator="remax")
-REINFORCE = AdvantageConfig(adv_estimator="reinforce", gamma=0.5)
+REMAX = AdvantageSettings(adv_estimator="remax")
+REINFORCE = AdvantageSettings(adv_estimator="reinforce", gamma=0.5)
 
 
 def per_sample(result):
@@ -334,8 +334,8 @@ def test_long_responses_lose_a_rising_part_of_their_score():
 
 def test_turns_of_agents_have_no_overlong_penalty():
     agents = AgenticConfig(response_length=10, overlong_buffer_len=4)
-    assert AdvantageConfig.from_config(agents).overlong_buffer_len is None
-    responses = AdvantageConfig.from_config(RLVRConfig(response_length=10, overlong_buffer_len=4))
+    assert agents.advantages.overlong_buffer_len is None
+    responses = RLVRConfig(response_length=10, overlong_buffer_len=4).advantages
     assert (responses.response_length, responses.overlong_buffer_len) == (10, 4)
 
 
@@ -356,9 +356,7 @@ def test_a_sample_without_response_tokens_has_no_reward():
 
 
 def test_settings_come_from_the_configuration():
-    assert AdvantageConfig.from_config(RLVRConfig(gamma=0.9, reward_clip=2.0)) == AdvantageConfig(
-        gamma=0.9, reward_clip=2.0
-    )
+    assert RLVRConfig(gamma=0.9, reward_clip=2.0).advantages == AdvantageSettings(gamma=0.9, reward_clip=2.0)
 
 
 def learned(scores, groups, trajectories, truncated, **options):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS
-from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
-from roll.configs.advantages import TURN_ESTIMATORS
+from roll.algorithms.advantage_options import TURN_ESTIMATORS
+from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from tests.algorithms.batches import CLOSE, DRAWS, Draw, draw
 
 
@@ -138,7 +138,7 @@ def optimal_token_baseline(data: Draw, gamma: float) -> list[float]:
     return data.tokens(per_response)
 
 
-def advantages_by_loops(name: str, data: Draw, config: AdvantageConfig, given: dict[str, Any]) -> list[float]:
+def advantages_by_loops(name: str, data: Draw, config: AdvantageSettings, given: dict[str, Any]) -> list[float]:
     """The advantages of all response tokens in order."""
     greedy = given["greedy"].greedy_scores.tolist()
     teacher = [
@@ -177,7 +177,7 @@ def test_advantages_are_those_of_their_formulas(name):
         given = {name: data.tables[name] for name in (*OF_TEACHER, "values", "sum_pi_squared")}
         given |= {"greedy": GreedyResponses(torch.randn(count, generator=random), torch.ones(count, dtype=torch.int64))}
         given |= {"reward_parts": parts}
-        config = AdvantageConfig(adv_estimator=name, gamma=0.9, lambd=0.8, pass_k=2, reward_weights=(1.0, 0.5))
+        config = AdvantageSettings(adv_estimator=name, gamma=0.9, lambd=0.8, pass_k=2, reward_weights=(1.0, 0.5))
         result = compute_advantages(torch.tensor(data.scores), torch.tensor(data.groups), data.mask, config, **given)
         expected = advantages_by_loops(name, data, config, given)
         assert result.advantages[data.mask].tolist() == pytest.approx(expected, **CLOSE), seed

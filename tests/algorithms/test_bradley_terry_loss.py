@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES, BradleyTerryConfig
+from roll.algorithms.losses import LOSSES
+from roll.algorithms.preference_options import RewardModelOptions
 from tests.algorithms.batches import pad, rows
 
-PLAIN = BradleyTerryConfig()
-CONFIGS = {"plain": PLAIN, "centered": BradleyTerryConfig(center_rewards_coefficient=0.1)}
+PLAIN = RewardModelOptions()
+CONFIGS = {"plain": PLAIN, "centered": RewardModelOptions(center_rewards_coefficient=0.1)}
 
 
 def bradley_terry(batch, config=PLAIN, scale=None):
@@ -49,7 +50,7 @@ def test_closed_form_of_one_pair():
 def test_centering_adds_the_squared_sum_of_the_rewards():
     loss, _, _ = bradley_terry(scored([0.7, -0.2]), CONFIGS["centered"])
     assert loss == pytest.approx(math.log1p(math.exp(-0.9)) + 0.1 * 0.5**2)
-    off = BradleyTerryConfig(center_rewards_coefficient=0.0)
+    off = RewardModelOptions(center_rewards_coefficient=0.0)
     assert bradley_terry(scored([0.7, -0.2]), off)[0] == pytest.approx(math.log1p(math.exp(-0.9)))
 
 

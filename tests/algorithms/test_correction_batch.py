@@ -16,9 +16,9 @@ from roll.algorithms.correction import (
     off_policy_sequences,
     within_second_moment,
 )
+from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.correction import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch
 
 
@@ -137,7 +137,7 @@ def test_opsm_leaves_out_negative_tokens_of_responses_that_became_unlikely():
 @pytest.mark.parametrize("source", ["behavior", "recompute"])
 def test_tokens_that_opsm_leaves_out_have_no_gradient_and_are_counted(source):
     batch = random_batch(seed=4)
-    config = PolicyLossConfig(
+    config = PolicySettings(
         pg_variant="tis", tis_upper_bound=9.0, pg_ratio_base="behavior", old_log_probs_source=source
     )
     opsm = replace(config, correction=CorrectionOptions(opsm_delta=0.0))

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from roll.algorithms.covariance import high_covariance, token_covariances
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, PolicyTokens
+from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
+from roll.algorithms.policy_loss.covariance import token_covariances
+from roll.algorithms.policy_options import PolicySettings
 
-CLIP = PolicyLossConfig(pg_variant="clip_cov", clip_cov_ratio=0.25, clip_cov_lower=0.5, clip_cov_upper=5.0)
-KL = PolicyLossConfig(pg_variant="kl_cov", kl_cov_ratio=0.1, kl_cov_coef=2.0)
+CLIP = PolicySettings(pg_variant="clip_cov", clip_cov_ratio=0.25, clip_cov_lower=0.5, clip_cov_upper=5.0)
+KL = PolicySettings(pg_variant="kl_cov", kl_cov_ratio=0.1, kl_cov_coef=2.0)
 
 
 def batch(samples: int = 6, tokens: int = 40):
@@ -37,7 +38,7 @@ def test_values_outside_the_mask_do_not_matter():
 
 def test_kl_cov_takes_the_highest():
     log_probs, advantages, mask = batch()
-    chosen = high_covariance(log_probs, advantages, mask, KL, seed=1)
+    chosen = KL.chosen_tokens(log_probs, advantages, mask, seed=1)
     covariances = token_covariances(log_probs, advantages, mask)
     assert chosen.sum() == int(mask.sum() * 0.1) and not (chosen & ~mask).any()
     assert covariances[chosen].min() >= covariances[mask & ~chosen].max()
@@ -48,37 +49,37 @@ def test_clip_cov_draws_from_those_between_the_bounds():
     covariances = token_covariances(log_probs, advantages, mask)
     inside = mask & (covariances >= 0.5) & (covariances <= 5.0)
     few = replace(CLIP, clip_cov_ratio=0.05)
-    chosen = [high_covariance(log_probs, advantages, mask, few, seed) for seed in (1, 1, 2)]
+    chosen = [few.chosen_tokens(log_probs, advantages, mask, seed) for seed in (1, 1, 2)]
     assert all(each.sum() == int(mask.sum() * 0.05) and not (each & ~inside).any() for each in chosen)
     assert torch.equal(chosen[0], chosen[1]) and not torch.equal(chosen[0], chosen[2])
-    everything = high_covariance(log_probs, advantages, mask, replace(CLIP, clip_cov_ratio=1.0), seed=1)
+    everything = replace(CLIP, clip_cov_ratio=1.0).chosen_tokens(log_probs, advantages, mask, seed=1)
     assert torch.equal(everything, inside)
 
 
 def test_a_share_of_less_than_one_token_is_one_token_and_none_if_there_is_none():
     log_probs, advantages, mask = batch()
     for config in (replace(CLIP, clip_cov_ratio=1e-6), replace(KL, kl_cov_ratio=1e-6)):
-        assert high_covariance(log_probs, advantages, mask, config, seed=1).sum() == 1
-        assert high_covariance(log_probs, advantages, torch.zeros_like(mask), config, seed=1).sum() == 0
+        assert config.chosen_tokens(log_probs, advantages, mask, seed=1).sum() == 1
+        assert config.chosen_tokens(log_probs, advantages, torch.zeros_like(mask), seed=1).sum() == 0
     none = replace(CLIP, clip_cov_lower=1e6, clip_cov_upper=1e7)
-    assert high_covariance(log_probs, advantages, mask, none, seed=1).sum() == 0
+    assert none.chosen_tokens(log_probs, advantages, mask, seed=1).sum() == 0
 
 
 def test_other_variants_choose_nothing_and_mixtures_do():
     arguments = batch()
-    assert high_covariance(*arguments, PolicyLossConfig(pg_variant="ppo"), seed=1) is None
+    assert PolicySettings(pg_variant="ppo").chosen_tokens(*arguments, seed=1) is None
     mixed = replace(KL, pg_variant="0.5 ppo + 0.5 kl_cov")
-    assert torch.equal(high_covariance(*arguments, mixed, seed=1), high_covariance(*arguments, KL, seed=1))
+    assert torch.equal(mixed.chosen_tokens(*arguments, seed=1), KL.chosen_tokens(*arguments, seed=1))
 
 
 @pytest.mark.parametrize("config", [CLIP, KL])
 def test_only_the_chosen_tokens_differ_from_the_plain_loss(config):
     log_probs, advantages, mask = batch()
-    chosen = high_covariance(log_probs, advantages, mask, config, seed=1)
+    chosen = config.chosen_tokens(log_probs, advantages, mask, seed=1)
     moved = (log_probs + 0.05).requires_grad_()
     tokens = PolicyTokens(moved, log_probs, advantages, mask, high_covariance=chosen)
     terms, plain = (
-        PG_VARIANTS[config.pg_variant](each, config) for each in (tokens, replace(tokens, high_covariance=None))
+        POLICY_LOSSES[config.pg_variant](each, config) for each in (tokens, replace(tokens, high_covariance=None))
     )
     (gradient,) = torch.autograd.grad(terms.loss[mask].sum(), moved, retain_graph=True)
     (expected,) = torch.autograd.grad(plain.loss[mask].sum(), moved)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, top_k_divergence
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch, rows
 
 VOCABULARY, K = 7, 3
@@ -160,7 +160,7 @@ def test_in_fp32_certain_distributions_have_a_finite_divergence_and_gradient(div
     assert found.isfinite().all() and logits.grad.isfinite().all() and found[1].abs() < 1e-6
 
 
-CONFIG = PolicyLossConfig(pg_variant="ppo", opd_top_k=K, opd_kl_coef=0.5)
+CONFIG = PolicySettings(pg_variant="ppo", opd_top_k=K, opd_kl_coef=0.5)
 CONFIGS = {
     "reverse": CONFIG,
     "forward": replace(CONFIG, opd_divergence="forward"),

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES, DPOLossConfig, pair_kl
+from roll.algorithms.losses import LOSSES, pair_kl
+from roll.algorithms.preference_options import DPOOptions
 from tests.algorithms.batches import pad, random_batch, rows
 
-PLAIN = DPOLossConfig(beta=0.5)
+PLAIN = DPOOptions(beta=0.5)
 CONFIGS = {
     "sigmoid": PLAIN,
     "smoothed": replace(PLAIN, label_smoothing=0.2),

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.aggregation import EPSILON, whiten
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import RewardConfig
 from tests.algorithms.trajectories import single_turns
 
-GDPO = AdvantageConfig(adv_estimator="gdpo", reward_weights=(1.0, 0.5))
+GDPO = AdvantageSettings(adv_estimator="gdpo", reward_weights=(1.0, 0.5))
 GROUPS = torch.tensor([0, 0, 1, 1])
 MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]])
 RIGHT, FORMAT = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, 1.0, 0.0])
@@ -50,7 +50,7 @@ def test_responses_with_the_same_sum_of_other_rewards_have_other_advantages():
     """The example of the paper (its figure 2): grpo cannot tell one reward of two from two of two."""
     config = replace(GDPO, reward_weights=(1.0, 1.0))
     parts = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    grpo = compute_advantages(parts.sum(-1), GROUPS, MASK, AdvantageConfig())
+    grpo = compute_advantages(parts.sum(-1), GROUPS, MASK, AdvantageSettings())
     assert per_sample(grpo)[1] == pytest.approx(per_sample(grpo)[3], abs=1e-5)
     result = per_sample(advantages(parts, config=config))
     assert result[3] == pytest.approx(2 * result[1], abs=1e-5)
@@ -65,7 +65,7 @@ def test_the_scale_of_a_reward_does_not_matter_and_its_weight_does():
 
 def test_one_reward_is_grpo_whitened_over_the_samples():
     scores, config = torch.tensor([1.0, 0.0, 2.0, 6.0]), replace(GDPO, reward_weights=(3.0,))
-    grpo = torch.tensor(per_sample(compute_advantages(scores, GROUPS, MASK, AdvantageConfig())))
+    grpo = torch.tensor(per_sample(compute_advantages(scores, GROUPS, MASK, AdvantageSettings())))
     expected = whiten(grpo, torch.ones(4)).tolist()
     assert per_sample(advantages(scores[:, None], config=config)) == pytest.approx(expected, abs=1e-5)
 
@@ -141,7 +141,7 @@ def test_scores_of_rewards_are_needed_one_for_each_weight():
 def test_weights_are_those_of_the_rewards_in_their_order():
     rewards = {"right": RewardConfig(weight=2.0), "format": RewardConfig(weight=0.25)}
     config = RLVRConfig(adv_estimator="gdpo", rewards=rewards)
-    assert AdvantageConfig.from_config(config).reward_weights == (2.0, 0.25)
+    assert config.advantages.reward_weights == (2.0, 0.25)
 
 
 def reference(rows, weights):

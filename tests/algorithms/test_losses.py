@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import PolicySettings
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.batches import pad, random_batch, rows
 
-PPO = PolicyLossConfig(pg_variant="ppo")
-EVERYTHING = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+PPO = PolicySettings(pg_variant="ppo")
+EVERYTHING = PolicySettings(pg_variant="ppo", entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 SPLITS = {
     "whole": [[0, 1, 2, 3, 4, 5, 6, 7]],
     "two data ranks": [[0, 2, 4, 6], [1, 3, 5, 7]],
@@ -31,7 +32,7 @@ def policy(batch, config, scale=None):
     return loss.item(), log_probs.grad, entropy.grad, {name: value.item() for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("padding", [0, 5])
@@ -140,8 +141,8 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
 def test_settings_come_from_the_configuration_and_can_be_pickled():
     config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
     config.actor_train.pg_variant = "vanilla"
-    assert PolicyLossConfig.from_config(RLVRConfig()) == PPO
-    settings = PolicyLossConfig.from_config(config)
+    assert RLVRConfig().policy == PPO
+    settings = config.policy
     assert (settings.pg_variant, settings.pg_clip_low, settings.kl_loss_coef) == ("vanilla", 0.1, 0.3)
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert settings == replace(PPO, pg_variant="vanilla", pg_clip_low=0.1, kl_loss_coef=0.3)

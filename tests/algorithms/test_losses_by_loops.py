@@ -19,9 +19,10 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossScale
 from roll.algorithms.correction import off_policy_correction
+from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.losses import policy
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
-from roll.configs.correction import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import CLOSE, DRAWS, Draw, draw
 
 SEQUENCE_LENGTH = 11
@@ -58,7 +59,7 @@ def clipped(r: float, advantage: float, low: float, high: float) -> float:
     return max(-r * advantage, -bounded(r, 1 - low, 1 + high) * advantage)
 
 
-def ppo(response: Response, config: PolicyLossConfig) -> list[float]:
+def ppo(response: Response, config: PolicySettings) -> list[float]:
     def loss(now: float, fixed: float, base: float, advantage: float) -> float:
         value = clipped(ratio(now, base), advantage, config.pg_clip_low, config.pg_clip_high)
         return min(value, -config.dual_clip_c * advantage) if config.dual_clip_loss and advantage < 0 else value
@@ -66,17 +67,17 @@ def ppo(response: Response, config: PolicyLossConfig) -> list[float]:
     return response.each(loss)
 
 
-def clip_cov(response: Response, config: PolicyLossConfig) -> list[float]:
+def clip_cov(response: Response, config: PolicySettings) -> list[float]:
     return [0.0 if chosen else loss for chosen, loss in zip(response.chosen, ppo(response, config), strict=True)]
 
 
-def kl_cov(response: Response, config: PolicyLossConfig) -> list[float]:
+def kl_cov(response: Response, config: PolicySettings) -> list[float]:
     plain = response.each(lambda now, fixed, base, advantage: -ratio(now, base) * advantage)
     penalty = response.each(lambda now, fixed, base, advantage: config.kl_cov_coef * abs(now - base))
     return [x + (y if chosen else 0.0) for x, y, chosen in zip(plain, penalty, response.chosen, strict=True)]
 
 
-def gspo(response: Response, config: PolicyLossConfig) -> list[float]:
+def gspo(response: Response, config: PolicySettings) -> list[float]:
     mean = statistics.fmean(x - y for x, y in zip(response.fixed, response.base, strict=True))
 
     def loss(now: float, fixed: float, base: float, advantage: float) -> float:
@@ -85,7 +86,7 @@ def gspo(response: Response, config: PolicyLossConfig) -> list[float]:
     return response.each(loss)
 
 
-def geo_mean(response: Response, config: PolicyLossConfig) -> list[float]:
+def geo_mean(response: Response, config: PolicySettings) -> list[float]:
     def inside(log_ratio: float, advantage: float) -> float:
         if advantage > 0:
             return min(log_ratio, config.geo_mean_clip_high)
@@ -99,7 +100,7 @@ def geo_mean(response: Response, config: PolicyLossConfig) -> list[float]:
     return response.each(loss)
 
 
-def sapo(response: Response, config: PolicyLossConfig) -> list[float]:
+def sapo(response: Response, config: PolicySettings) -> list[float]:
     def loss(now: float, fixed: float, base: float, advantage: float) -> float:
         tau = config.sapo_tau_positive if advantage > 0 else config.sapo_tau_negative
         at = tau * (ratio(now, base) - 1)
@@ -119,14 +120,14 @@ def within(divergence: Callable[[float, float], float], limit: float) -> Callabl
     return loss
 
 
-def dppo_tv(response: Response, config: PolicyLossConfig) -> list[float]:
+def dppo_tv(response: Response, config: PolicySettings) -> list[float]:
     def divergence(fixed: float, base: float) -> float:
         return abs(math.exp(fixed) - math.exp(base))
 
     return response.each(within(divergence, config.dppo_tv_threshold))
 
 
-def dppo_kl(response: Response, config: PolicyLossConfig) -> list[float]:
+def dppo_kl(response: Response, config: PolicySettings) -> list[float]:
     def divergence(fixed: float, base: float) -> float:
         p, q = math.exp(fixed), math.exp(base)
         others = math.log(max(1 - q, 1e-6)) - math.log(max(1 - p, 1e-6))
@@ -140,17 +141,17 @@ def weighted_log_prob(weight: Callable[[float, float], float]) -> Callable[[floa
     return lambda now, fixed, base, advantage: -weight(ratio(fixed, base), advantage) * advantage * now
 
 
-def vanilla(response: Response, config: PolicyLossConfig) -> list[float]:
+def vanilla(response: Response, config: PolicySettings) -> list[float]:
     return response.each(weighted_log_prob(lambda r, advantage: 1.0))
 
 
-def tis(response: Response, config: PolicyLossConfig) -> list[float]:
+def tis(response: Response, config: PolicySettings) -> list[float]:
     return response.each(
         weighted_log_prob(lambda r, advantage: bounded(r, config.tis_lower_bound, config.tis_upper_bound))
     )
 
 
-def topr(response: Response, config: PolicyLossConfig) -> list[float]:
+def topr(response: Response, config: PolicySettings) -> list[float]:
     whole = math.exp(bounded(sum(x - y for x, y in zip(response.fixed, response.base, strict=True)), -20, 20))
 
     def weight(r: float, advantage: float) -> float:
@@ -161,7 +162,7 @@ def topr(response: Response, config: PolicyLossConfig) -> list[float]:
     return response.each(weighted_log_prob(weight))
 
 
-def cispo(response: Response, config: PolicyLossConfig) -> list[float]:
+def cispo(response: Response, config: PolicySettings) -> list[float]:
     low, high = 1 - config.cispo_epsilon_low, 1 + config.cispo_epsilon_high
 
     def weight(r: float, advantage: float) -> float:
@@ -171,7 +172,7 @@ def cispo(response: Response, config: PolicyLossConfig) -> list[float]:
     return response.each(weighted_log_prob(weight))
 
 
-def kimi15(response: Response, config: PolicyLossConfig) -> list[float]:
+def kimi15(response: Response, config: PolicySettings) -> list[float]:
     return response.each(
         lambda now, fixed, base, advantage: -advantage * now + config.kimi15_tau / 2 * (now - base) ** 2
     )
@@ -202,7 +203,7 @@ KEYS: dict[str, dict[str, Any]] = {
 """Settings that are tried beside the defaults."""
 
 
-def loss_of_response(data: Draw, config: PolicyLossConfig, sample: int, now: Sequence[float]) -> float:
+def loss_of_response(data: Draw, config: PolicySettings, sample: int, now: Sequence[float]) -> float:
     """What a response adds to the policy loss of the batch, where `now` has the log-probs that carry a gradient."""
     kl_forms: dict[str, Callable[[float], float]] = {
         "k2": lambda k: k * k / 2,
@@ -225,13 +226,13 @@ def loss_of_response(data: Draw, config: PolicyLossConfig, sample: int, now: Seq
     return summed / divisors[config.loss_agg_mode]
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 def test_losses_and_gradients_are_those_of_their_formulas(variant):
     for seed, keys in itertools.product(DRAWS, ({}, KEYS.get(variant, {}))):
         data, kl = draw(seed), ("k2", "k3", "abs")[seed // 3 % 3]
         mode = list(LOSS_AGG_MODES)[seed % len(LOSS_AGG_MODES)]
         shared = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kl, "entropy_loss_coef": 0.1}
-        config = PolicyLossConfig(pg_variant=variant, loss_agg_mode=mode, **shared, **keys)
+        config = PolicySettings(pg_variant=variant, loss_agg_mode=mode, **shared, **keys)
         log_probs = data.tables["log_probs"].clone().requires_grad_()
         micro = {"response_mask": data.mask, "old_log_probs": data.tables["base"]}
         micro |= {name: data.tables[name] for name in ("advantages", "ref_log_probs")}
@@ -312,4 +313,4 @@ def test_rejected_tokens_are_those_of_the_formulas(statistic, level):
 
 
 def test_every_loss_has_a_formula_here():
-    assert set(LOSSES) == set(PG_VARIANTS)
+    assert set(LOSSES) == set(POLICY_LOSSES)

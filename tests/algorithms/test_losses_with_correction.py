@@ -9,17 +9,18 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.correction import diagnostics, finalize, off_policy_correction
-from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS
-from roll.configs.correction import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch, rows
 
 TOKENS = CorrectionOptions(WeightOptions("token", "clamp", 0.8, 1.2))
 EVERYTHING = CorrectionOptions(
     WeightOptions("sequence", "clamp", 0.5, 1.5), RejectionOptions("k1", "token", 0.7, 1.9), veto_threshold=0.5
 )
-DECOUPLED = PolicyLossConfig(pg_variant="decoupled_ppo", correction=TOKENS, use_kl_loss=True, kl_loss_coef=0.1)
-BYPASS = PolicyLossConfig(pg_variant="vanilla", correction=TOKENS, old_log_probs_source="behavior")
+DECOUPLED = PolicySettings(pg_variant="decoupled_ppo", correction=TOKENS, use_kl_loss=True, kl_loss_coef=0.1)
+BYPASS = PolicySettings(pg_variant="vanilla", correction=TOKENS, old_log_probs_source="behavior")
 
 
 def corrected(batch, options):
@@ -56,7 +57,7 @@ def test_bypass_weights_are_those_of_the_current_policy():
 
 def test_vanilla_with_token_weights_is_tis():
     batch = random_batch()
-    tis = PolicyLossConfig(
+    tis = PolicySettings(
         pg_variant="tis",
         pg_ratio_base="behavior",
         tis_lower_bound=0.8,
@@ -148,7 +149,7 @@ def test_every_key_changes_the_loss(options, bypass):
     assert loss(options) != pytest.approx(loss(EVERYTHING))
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 def test_the_correction_works_with_every_variant(variant):
     config = replace(DECOUPLED, pg_variant=variant, use_kl_loss=False, gspo_clip_low=0.9, gspo_clip_high=9.0)
     batch = corrected(random_batch(), TOKENS)
@@ -189,7 +190,7 @@ def test_a_rejected_token_has_no_part_in_the_ratio_of_its_response(variant):
     behavior[torch.arange(3), first] += 5  # far below the lower bound
     kept = batch["response_mask"].clone()
     kept[torch.arange(3), first] = False
-    config = PolicyLossConfig(
+    config = PolicySettings(
         pg_variant=variant,
         topr_level="sequence",
         loss_agg_mode="token-mean",

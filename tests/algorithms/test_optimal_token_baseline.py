@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from roll.algorithms.adv_estimators import EPSILON, token_baselines
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from tests.algorithms.trajectories import Trajectory, make_batch
 
-OTB = AdvantageConfig(adv_estimator="optimal_token_baseline")
+OTB = AdvantageSettings(adv_estimator="optimal_token_baseline")
 
 
 def batch(seed, samples=12, columns=9, groups=3):

@@ -7,13 +7,12 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from roll.algorithms.covariance import high_covariance
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, PolicyTokens
+from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
+from roll.algorithms.policy_options import VARIANT_KEYS, PolicyOptions, PolicySettings
 from roll.base.schema import declared
-from roll.configs.policy import VARIANT_KEYS, PolicyOptions
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)
+CONFIG = PolicySettings(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3)
 
 
 def one_token(variant, ratio, advantage, config=CONFIG):
@@ -21,7 +20,7 @@ def one_token(variant, ratio, advantage, config=CONFIG):
     log_probs = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
     base, mask = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[True]])
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    terms = PG_VARIANTS[variant](PolicyTokens(log_probs, base, advantages, mask), config)
+    terms = POLICY_LOSSES[variant](PolicyTokens(log_probs, base, advantages, mask), config)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     return terms.loss.item(), terms.clipped.item(), gradient.item()
 
@@ -63,7 +62,7 @@ def response(variant, log_ratios, advantage, config):
     base = -torch.arange(1.0, 1.0 + len(log_ratios), dtype=torch.float64)[None]
     log_probs = (base + torch.tensor([log_ratios])).requires_grad_()
     mask = torch.ones_like(base, dtype=torch.bool)
-    terms = PG_VARIANTS[variant](
+    terms = POLICY_LOSSES[variant](
         PolicyTokens(log_probs, base, torch.full_like(base, advantage), mask, torch.ones(1)), config
     )
     (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
@@ -157,7 +156,7 @@ def test_gradient_by_finite_differences(variant, dual):
 
     def loss(log_probs):
         names = ("old_log_probs", "advantages", "response_mask", "scores")
-        terms = PG_VARIANTS[variant](PolicyTokens(log_probs, *(batch[name] for name in names)), config)
+        terms = POLICY_LOSSES[variant](PolicyTokens(log_probs, *(batch[name] for name in names)), config)
         return terms.loss[batch["response_mask"]]
 
     assert torch.autograd.gradcheck(loss, (batch["log_probs"].requires_grad_(),))
@@ -176,7 +175,7 @@ def test_gspo_has_the_gradient_of_the_surrogate_with_a_constant_sequence_ratio()
 
     log_probs = batch["log_probs"].requires_grad_()
     assert torch.autograd.gradcheck(surrogate, (log_probs,))
-    terms = PG_VARIANTS["gspo"](PolicyTokens(log_probs, batch["old_log_probs"], batch["advantages"], mask), GSPO)
+    terms = POLICY_LOSSES["gspo"](PolicyTokens(log_probs, batch["old_log_probs"], batch["advantages"], mask), GSPO)
     ours = torch.autograd.grad(terms.loss[mask].sum(), log_probs)[0]
     torch.testing.assert_close(ours, torch.autograd.grad(surrogate(log_probs).sum(), log_probs)[0])
 
@@ -186,7 +185,7 @@ def test_a_very_small_ratio_gives_a_finite_loss():
     assert math.isfinite(loss) and math.isfinite(gradient)
 
 
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 @pytest.mark.parametrize("log_ratio", [-900.0, 900.0])
 def test_every_variant_is_finite_for_extreme_log_ratios(variant, log_ratio):
     losses, _, gradient = response(variant, [log_ratio, 0.1], -1.0, CONFIG)
@@ -212,12 +211,12 @@ def test_every_key_changes_only_the_loss_of_its_variants(key):
     config = replace(config, clip_cov_ratio=1.0, clip_cov_lower=-0.4, clip_cov_upper=0.4, kl_cov_ratio=0.2)
 
     def loss(name, settings):
-        chosen = high_covariance(base, batch["advantages"], mask, replace(settings, pg_variant=name), seed=1)
+        chosen = replace(settings, pg_variant=name).chosen_tokens(base, batch["advantages"], mask, seed=1)
         tokens = PolicyTokens(batch["log_probs"], base, batch["advantages"], mask, batch["scores"], chosen)
-        terms = PG_VARIANTS[name](tokens, settings)
+        terms = POLICY_LOSSES[name](tokens, settings)
         return terms.loss[mask].sum().item()
 
-    for name in PG_VARIANTS:
+    for name in POLICY_LOSSES:
         moved = loss(name, config) != pytest.approx(loss(name, replace(config, **{key: changed(key)})))
         assert moved == (name in VARIANT_KEYS[key]), name
 
@@ -227,10 +226,10 @@ def gradients(base, seed=3):
     batch = random_batch(seed=seed)
     mask, result = batch["response_mask"], {}
     wide = replace(CONFIG, clip_cov_ratio=0.2, clip_cov_lower=0.0)
-    for name, variant in PG_VARIANTS.items():
+    for name, variant in POLICY_LOSSES.items():
         log_probs, fresh = batch["log_probs"].clone().requires_grad_(), base == "log_probs"
         settings = replace(wide, pg_variant=name)
-        chosen = None if fresh else high_covariance(batch[base], batch["advantages"], mask, settings, seed=1)
+        chosen = None if fresh else settings.chosen_tokens(batch[base], batch["advantages"], mask, seed=1)
         tokens = PolicyTokens(log_probs, batch[base], batch["advantages"], mask, batch["scores"], chosen)
         terms = variant(tokens, settings)
         (result[name],) = torch.autograd.grad(terms.loss[mask].sum(), log_probs)

@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from roll.algorithms.losses import LOSSES, LossScale
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import PolicySettings, losses_of, parse_pg_variant, traits_of
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import losses_of, parse_pg_variant, traits_of
 from tests.algorithms.batches import random_batch
 
 
 def gradient(batch, variant):
     log_probs = batch["log_probs"].clone().requires_grad_()
     loss, metrics = LOSSES["policy"](
-        log_probs, None, batch, LossScale.of(batch["response_mask"], 16), PolicyLossConfig(pg_variant=variant)
+        log_probs, None, batch, LossScale.of(batch["response_mask"], 16), PolicySettings(pg_variant=variant)
     )
     loss.backward()
     return loss.item(), log_probs.grad, metrics
 
 
-@pytest.mark.parametrize("other", [name for name in PG_VARIANTS if name != "ppo"])
+@pytest.mark.parametrize("other", [name for name in POLICY_LOSSES if name != "ppo"])
 def test_a_mixture_is_the_weighted_sum_of_its_losses(other):
     batch = random_batch()
     mixed = gradient(batch, f"0.75 ppo + 0.5 {other}")
@@ -84,4 +84,4 @@ def test_the_traits_of_a_mixture_are_those_that_keep_it_safe():
 def test_a_mixture_takes_the_sampling_policy_as_base_if_one_loss_needs_it():
     config = RLVRConfig()
     config.actor_train.pg_variant = "0.5 ppo + 0.5 topr"
-    assert PolicyLossConfig.from_config(config).base_key == "behavior_log_probs"
+    assert config.policy.base_key == "behavior_log_probs"

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
-from roll.algorithms.losses import LOSSES, LossScale, PolicyLossConfig
-from roll.algorithms.policy_losses import PG_VARIANTS, sequence_ratio_base
-from roll.configs.policy import traits_of
+from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_loss.base import sequence_ratio_base
+from roll.algorithms.policy_options import PolicySettings, traits_of
 from tests.algorithms.batches import pad, random_batch, rows
 
 TYPES = ["token", "segment", "sequence"]
-CONFIG = PolicyLossConfig(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
+CONFIG = PolicySettings(pg_variant="ppo", pg_clip_low=0.2, pg_clip_high=0.3, tis_upper_bound=1.2)
 
 
 def turns_batch(seed=0, **sizes):
@@ -73,7 +74,7 @@ def test_gradient_by_finite_differences_with_a_constant_mean(variant, ratio_type
     torch.testing.assert_close(policy(batch, config)[1], torch.autograd.grad(surrogate(log_probs), log_probs)[0])
 
 
-@pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if traits_of(name).reads_ratio_type])
+@pytest.mark.parametrize("variant", [name for name in POLICY_LOSSES if traits_of(name).reads_ratio_type])
 def test_every_variant_that_reads_the_type_uses_its_ratio(variant):
     batch, config = turns_batch(seed=2), replace(CONFIG, pg_variant=variant)
     for ratio_type in TYPES:
@@ -84,7 +85,7 @@ def test_every_variant_that_reads_the_type_uses_its_ratio(variant):
         torch.testing.assert_close(shared[1], plain[1])
 
 
-@pytest.mark.parametrize("variant", [name for name in PG_VARIANTS if name != "vanilla"])
+@pytest.mark.parametrize("variant", [name for name in POLICY_LOSSES if name != "vanilla"])
 def test_on_stale_samples_the_type_changes_every_variant_that_reads_it(variant):
     batch = turns_batch(seed=2)
     losses = [policy(batch, replace(CONFIG, pg_variant=variant, ratio_type=kind))[0] for kind in TYPES]
@@ -119,7 +120,7 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(ratio_
 
 
 @pytest.mark.parametrize("ratio_type", TYPES)
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 def test_on_policy_every_ratio_is_one_in_float32(variant, ratio_type):
     batch = {name: value.float() if value.is_floating_point() else value for name, value in turns_batch().items()}
     batch["old_log_probs"] = batch["log_probs"].clone()
@@ -128,7 +129,7 @@ def test_on_policy_every_ratio_is_one_in_float32(variant, ratio_type):
 
 
 @pytest.mark.parametrize("ratio_type", TYPES)
-@pytest.mark.parametrize("variant", PG_VARIANTS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 @pytest.mark.parametrize("log_ratio", [-900.0, 900.0])
 def test_extreme_log_ratios_give_finite_gradients(variant, ratio_type, log_ratio):
     batch = turns_batch()

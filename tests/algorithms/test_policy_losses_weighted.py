@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.policy_losses import PG_VARIANTS, PolicyLossConfig, PolicyTokens
+from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
+from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import random_batch
 
-CONFIG = PolicyLossConfig(pg_variant="tis", tis_lower_bound=0.5, tis_upper_bound=2.0)
+CONFIG = PolicySettings(pg_variant="tis", tis_lower_bound=0.5, tis_upper_bound=2.0)
 UNIFIED = replace(CONFIG, cispo_use_unified_mask=True)
 RATIOS = st.floats(1e-3, 1e3)
 ADVANTAGES = st.floats(-3, 3)
@@ -24,7 +25,7 @@ def one_token(variant, ratio, advantage, config=CONFIG, score=1.0):
     log_probs = torch.tensor([[math.log(ratio) - 1.0]], dtype=torch.float64, requires_grad=True)
     base, mask = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[True]])
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    terms = PG_VARIANTS[variant](PolicyTokens(log_probs, base, advantages, mask, torch.tensor([score])), config)
+    terms = POLICY_LOSSES[variant](PolicyTokens(log_probs, base, advantages, mask, torch.tensor([score])), config)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     return terms.loss.item(), terms.clipped.item(), gradient.item()
 
@@ -87,7 +88,7 @@ def test_topr_at_sequence_level_uses_the_product_of_token_ratios():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     off = torch.tensor([[-0.2, -0.3, 5.0], [0.4, 0.1, 0.2]])
     config = replace(CONFIG, topr_level="sequence")
-    terms = PG_VARIANTS["topr"](PolicyTokens(base + off, base, torch.ones_like(base), mask, torch.zeros(2)), config)
+    terms = POLICY_LOSSES["topr"](PolicyTokens(base + off, base, torch.ones_like(base), mask, torch.zeros(2)), config)
     assert terms.ratio[0].tolist() == pytest.approx([math.exp(-0.5), math.exp(-0.5), 1.0])
     assert terms.ratio[1].tolist() == pytest.approx([math.exp(0.7)] * 3)
     assert (terms.loss / -(base + off))[0, :2].tolist() == pytest.approx([math.exp(-0.5)] * 2)
@@ -98,7 +99,7 @@ def test_topr_at_sequence_level_uses_the_product_of_token_ratios():
 def test_topr_needs_scores():
     with pytest.raises(ValueError, match="topr needs the raw scores"):
         one = torch.zeros(1, 1)
-        PG_VARIANTS["topr"](PolicyTokens(one, one, one, one.bool()), CONFIG)
+        POLICY_LOSSES["topr"](PolicyTokens(one, one, one, one.bool()), CONFIG)
 
 
 @pytest.mark.parametrize("variant", ["tis", "topr", "cispo"])
@@ -107,7 +108,7 @@ def test_the_gradient_is_that_of_the_surrogate_with_constant_weights(variant, le
     batch = random_batch(samples=4, tokens=6, seed=1)
     mask, log_probs = batch["response_mask"], batch["log_probs"].requires_grad_()
     arguments = (batch["old_log_probs"], batch["advantages"], mask, batch["scores"])
-    terms = PG_VARIANTS[variant](PolicyTokens(log_probs, *arguments), replace(UNIFIED, topr_level=level))
+    terms = POLICY_LOSSES[variant](PolicyTokens(log_probs, *arguments), replace(UNIFIED, topr_level=level))
     weights = torch.nan_to_num(terms.loss / (-batch["advantages"] * log_probs)).detach()
 
     def surrogate(x):

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from roll.algorithms import advantage_options as advantages
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_losses import PG_VARIANTS
+from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.registry import Registry
-from roll.configs import advantages
 
 
 def test_registered_estimators_are_those_of_the_configuration():
@@ -27,8 +27,8 @@ def test_all_allowed_values_are_registered():
 
 
 def test_an_unknown_name_error_lists_the_known_names_and_the_closest():
-    with pytest.raises(KeyError, match="pg_variant: 'pppo' is none of ppo, .*; did you mean 'ppo'"):
-        PG_VARIANTS["pppo"]
+    with pytest.raises(KeyError, match="pg_variant: 'pppo' is none of cispo, .*; did you mean 'ppo'"):
+        POLICY_LOSSES["pppo"]
 
 
 def test_a_name_is_registered_once():

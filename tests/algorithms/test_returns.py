@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.returns import BLOCK, discounted_sum, generalized_advantages, return_to_go, token_rewards
 from tests.algorithms.trajectories import Trajectory, make_batch, single_turns
 
-GAE = AdvantageConfig(adv_estimator="gae", gamma=0.9, lambd=0.8)
+GAE = AdvantageSettings(adv_estimator="gae", gamma=0.9, lambd=0.8)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_the_returns_are_advantages_and_values_before_whitening():
         scores,
         torch.zeros(2, dtype=torch.int64),
         mask,
-        AdvantageConfig(adv_estimator="gae", gamma=0.9, lambd=0.8, whiten_advantages=True),
+        AdvantageSettings(adv_estimator="gae", gamma=0.9, lambd=0.8, whiten_advantages=True),
         values=values,
     )
     torch.testing.assert_close(plain.returns, (plain.advantages + values) * mask)
@@ -135,7 +135,7 @@ def test_the_turns_of_a_trajectory_are_one_sequence_whether_they_are_one_sample_
 
 
 def test_what_a_score_has_beyond_its_turns_is_on_the_last_token():
-    config = AdvantageConfig(adv_estimator="gae", gamma=1.0, lambd=1.0, reward_clip=1.0)
+    config = AdvantageSettings(adv_estimator="gae", gamma=1.0, lambd=1.0, reward_clip=1.0)
     batch = make_batch([Trajectory(0, [1.0, 2.0], [1, 2], [1, 2])])
     found = batch.advantages(config, values=torch.zeros_like(batch.tensors["response_mask"], dtype=torch.float32))
     kept = found.advantages[0][batch.tensors["response_mask"][0]]

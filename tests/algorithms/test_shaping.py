@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
+from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from roll.algorithms.shaping import (
     RunStatistics,
     ScoreStatistics,
@@ -23,7 +23,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns
 
-PLAIN = AdvantageConfig(adv_estimator="reinforce")
+PLAIN = AdvantageSettings(adv_estimator="reinforce")
 """Advantages are the shaped scores."""
 
 
@@ -103,13 +103,13 @@ def test_neither_padding_nor_the_order_of_samples_changes_a_length_penalty(keys)
 
 
 def test_a_greedy_response_pays_for_its_own_tokens():
-    config = AdvantageConfig(adv_estimator="remax", length_penalty_per_token=0.1)
+    config = AdvantageSettings(adv_estimator="remax", length_penalty_per_token=0.1)
     greedy = GreedyResponses(torch.tensor([1.0]), torch.tensor([4]))
     assert shaped([1.0], [0], responses(2), config, greedy=greedy)[0] == pytest.approx([0.8 - 0.6])
 
 
 def test_gdpo_subtracts_length_penalties_in_their_own_unit():
-    config = AdvantageConfig(adv_estimator="gdpo", reward_weights=(1.0,), length_penalty_per_token=0.5)
+    config = AdvantageSettings(adv_estimator="gdpo", reward_weights=(1.0,), length_penalty_per_token=0.5)
     parts = torch.tensor([[1.0], [1.0]])
     longer, shorter = shaped([1.0, 1.0], [0, 0], responses(4, 2), config, reward_parts=parts)[0]
     assert (longer, shorter) == pytest.approx((-(2**-0.5), 2**-0.5), abs=1e-4)
@@ -117,7 +117,7 @@ def test_gdpo_subtracts_length_penalties_in_their_own_unit():
 
 def test_turns_of_agents_have_no_length_penalty():
     keys = {"length_penalty_per_token": 0.1, "length_reward_coef": 0.5}
-    agents, responses_of = (AdvantageConfig.from_config(cls(**keys)) for cls in (AgenticConfig, RLVRConfig))
+    agents, responses_of = (cls(**keys).advantages for cls in (AgenticConfig, RLVRConfig))
     assert (agents.length_penalty_per_token, agents.length_reward_coef) == (0.0, 0.0)
     assert (responses_of.length_penalty_per_token, responses_of.length_reward_coef) == (0.1, 0.5)
 
@@ -158,7 +158,7 @@ def test_a_batch_without_a_weight_is_not_learned_from(learned):
 
 def test_advantages_are_weighted_after_they_are_whitened_and_before_they_are_clipped():
     scores, groups, mask = [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0], [0] * 4 + [1] * 4, responses(*[3] * 8)
-    config = AdvantageConfig(adv_estimator="grpo", whiten_advantages=True)
+    config = AdvantageSettings(adv_estimator="grpo", whiten_advantages=True)
     plain, _ = shaped(scores, groups, mask, config)
     weights, _ = weights_of(scores, groups)
     weighted, metrics = shaped(scores, groups, mask, replace(config, difficulty_loss_weight=True))
@@ -250,7 +250,7 @@ def test_weights_by_difficulty_and_length_are_multiplied_and_have_mean_1():
 
 def test_weights_by_length_come_after_whitening_and_before_the_clip_and_returns_have_none():
     scores, groups, mask = [1.0, 0.0, 0.0, 1.0], [0, 0, 1, 1], responses(2, 10, 6, 6)
-    config = AdvantageConfig(adv_estimator="grpo", whiten_advantages=True)
+    config = AdvantageSettings(adv_estimator="grpo", whiten_advantages=True)
     weighted = replace(config, length_loss_weight=True)
     plain, _ = shaped(scores, groups, mask, config)
     expected = [a * w for a, w in zip(plain, (1.5, 0.5, 1.0, 1.0), strict=True)]
@@ -275,8 +275,8 @@ def test_neither_padding_nor_the_order_of_samples_changes_a_weight_by_length():
 
 
 def test_trajectories_of_agents_have_no_weight_by_length():
-    assert not AdvantageConfig.from_config(AgenticConfig(length_loss_weight=True)).length_loss_weight
-    assert AdvantageConfig.from_config(RLVRConfig(length_loss_weight=True)).length_loss_weight
+    assert not AgenticConfig(length_loss_weight=True).advantages.length_loss_weight
+    assert RLVRConfig(length_loss_weight=True).advantages.length_loss_weight
 
 
 def normalised(mean, std, scores, groups, tags=None, statistics=None, names=None, **more):
@@ -491,7 +491,7 @@ def test_statistics_count_a_trajectory_once():
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
 def test_estimators_with_their_own_normalisation_read_no_other(estimator):
-    config = AdvantageConfig(adv_estimator=estimator)
+    config = AdvantageSettings(adv_estimator=estimator)
     greedy = GreedyResponses(torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1, 1, 1]))
     tensors = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 0]), responses(3, 3, 3)
     plain, other = (

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.adv_estimators import ADV_ESTIMATORS
-from roll.algorithms.advantages import AdvantageConfig, GreedyResponses
-from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
-from roll.configs.advantages import (
+from roll.algorithms.advantage_options import (
     GREEDY_ESTIMATORS,
     PER_REWARD_ESTIMATORS,
     TEACHER_ESTIMATORS,
@@ -21,7 +19,9 @@ from roll.configs.advantages import (
     TURN_ESTIMATORS,
     VALUE_ESTIMATORS,
 )
-from roll.configs.agentic import RewardNormalization
+from roll.algorithms.advantages import AdvantageSettings, GreedyResponses
+from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
+from roll.algorithms.turn_options import RewardNormalization
 from tests.algorithms.trajectories import Trajectory, make_batch
 
 TWO = [Trajectory(0, [1.0, 2.0], [0, 1]), Trajectory(0, [0.0], [0])]
@@ -72,7 +72,7 @@ def test_turns_that_are_inconsistent_with_the_batch_are_refused(key):
     row = batch.tensors[key][1]
     row[...] = torch.where(batch.tensors["response_mask"][1], value, row) if key == "turn_index" else value
     with pytest.raises(ValueError, match=message):
-        batch.advantages(AdvantageConfig())
+        batch.advantages(AdvantageSettings())
 
 
 ROOT = 2**-0.5
@@ -86,7 +86,7 @@ PAIR = [
 
 def settings_of(name, mean="group", std="group", grouping="traj_group_id", **more):
     norm = RewardNormalization(grouping, mean, std)
-    return AdvantageConfig(adv_estimator=name, reward_normalization=norm, step_reward_gamma=0.5, **more)
+    return AdvantageSettings(adv_estimator=name, reward_normalization=norm, step_reward_gamma=0.5, **more)
 
 
 def advantages(trajectories, config, **more):

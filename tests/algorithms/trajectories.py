@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import AdvantageConfig, Advantages, compute_advantages
+from roll.algorithms.advantages import Advantages, AdvantageSettings, compute_advantages
 from roll.algorithms.turn_advantages import Turns, read_turns
 
 JUNK = 77.0
@@ -50,7 +50,7 @@ class Batch:
     tensors: dict[str, Tensor]
     rows: list[dict]
 
-    def advantages(self, config: AdvantageConfig, **more) -> Advantages:
+    def advantages(self, config: AdvantageSettings, **more) -> Advantages:
         tensors = self.tensors
         return compute_advantages(
             tensors["scores"],

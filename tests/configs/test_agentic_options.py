@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantages import AdvantageConfig
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.advantage_options import TURN_ESTIMATORS
+from roll.algorithms.advantages import AdvantageSettings
+from roll.algorithms.policy_options import RatioOptions
+from roll.algorithms.turn_options import RewardNormalization, TurnOptions
 from roll.base.schema import Converter, known_keys
-from roll.configs.advantages import TURN_ESTIMATORS
-from roll.configs.agentic import AgenticOptions, RewardNormalization
 from roll.configs.environments import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.suggestions import suggest_for
@@ -19,13 +19,13 @@ from tests.configs.samples import refusal
 
 
 @dataclass
-class Agent(AgenticOptions, RLConfig):
+class Agent(TurnOptions, RatioOptions, RLConfig):
     """A run with turns."""
 
 
-def read(**keys) -> tuple[AgenticOptions, list[str]]:
-    converter = Converter(suggest_for(AgenticOptions))
-    options = converter.overlay(keys, AgenticOptions())
+def read(**keys) -> tuple[TurnOptions, list[str]]:
+    converter = Converter(suggest_for(TurnOptions))
+    options = converter.overlay(keys, TurnOptions())
     return options, [str(problem) for problem in converter.problems]
 
 
@@ -67,7 +67,7 @@ def test_a_discount_is_between_0_and_1() -> None:
 
 
 def test_every_key_has_a_help_text() -> None:
-    assert all(key.field.metadata["help"] for key in known_keys(AgenticOptions))
+    assert all(key.field.metadata["help"] for key in known_keys(TurnOptions))
 
 
 def test_advantage_and_loss_configs_of_an_agentic_run() -> None:
@@ -75,15 +75,15 @@ def test_advantage_and_loss_configs_of_an_agentic_run() -> None:
     config = Agent(
         reward_normalization=norm, step_reward_gamma=0.5, episode_reward_weight=2.0, step_reward_weight=3.0, gamma=0.9
     )
-    advantages = AdvantageConfig.from_config(config)
+    advantages = config.advantages
     assert (advantages.reward_normalization, advantages.step_reward_gamma, advantages.gamma) == (norm, 0.5, 0.9)
     assert (advantages.episode_reward_weight, advantages.step_reward_weight) == (2.0, 3.0)
-    assert PolicyLossConfig.from_config(Agent(ratio_type="segment")).ratio_type == "segment"
+    assert Agent(ratio_type="segment").policy.ratio_type == "segment"
 
 
 def test_defaults_are_the_same_in_agentic_and_rlvr() -> None:
-    assert AdvantageConfig.from_config(Agent()) == AdvantageConfig.from_config(RLVRConfig()) == AdvantageConfig()
-    assert PolicyLossConfig.from_config(Agent()) == PolicyLossConfig.from_config(RLVRConfig())
+    assert Agent().advantages == RLVRConfig().advantages == AdvantageSettings()
+    assert Agent().policy == RLVRConfig().policy
 
 
 @pytest.mark.parametrize("estimator", TURN_ESTIMATORS)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.policy_losses import PolicyLossConfig
-from roll.configs.advantages import GROUP_ESTIMATORS
+from roll.algorithms.advantage_options import GROUP_ESTIMATORS
+from roll.algorithms.policy_options import POLICY_LOSSES, VARIANT_KEYS
 from roll.configs.check import check
-from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 from tests.configs.samples import MODEL, refusal, rlvr
 
 VARIANT, ASYNC = "actor_train.pg_variant", "async_generation_ratio=1"
@@ -43,7 +42,7 @@ BASES = {
 def test_ratio_base_follows_from_variant_and_ratio(tmp_path, overrides, expected) -> None:
     config = rlvr(tmp_path, *overrides.split())
     assert (config.old_log_probs_source, config.pg_ratio_base) == expected
-    settings = PolicyLossConfig.from_config(config)
+    settings = config.policy
     assert (settings.old_log_probs_source, settings.pg_ratio_base) == expected
 
 
@@ -143,7 +142,7 @@ CORRECTED = [
     ASYNC,
     f"{ASYNC} {TOKENS}",
     f"{ASYNC} {VARIANT}=vanilla {TOKENS}",
-    *(f"{ASYNC} {VARIANT}={variant}" for variant in VARIANT_TRAITS if variant != "vanilla"),
+    *(f"{ASYNC} {VARIANT}={variant}" for variant in POLICY_LOSSES if variant != "vanilla"),
 ]
 
 
@@ -278,8 +277,8 @@ def test_keys_of_a_divergence_to_a_teacher_have_no_effect_without_one(tmp_path: 
     )
     config = rlvr(tmp_path, *keys, "opd_divergence=jsd")
     assert not any("opd_" in str(warning) for warning in check(config).warnings)
-    assert (PolicyLossConfig.from_config(config).opd_divergence, config.opd_jsd_beta) == ("jsd", 0.3)
-    assert PolicyLossConfig.from_config(config).opd_jsd_beta == 0.3
+    assert (config.policy.opd_divergence, config.opd_jsd_beta) == ("jsd", 0.3)
+    assert config.policy.opd_jsd_beta == 0.3
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from roll.algorithms.policy_options import POLICY_LOSSES, VARIANT_KEYS
 from roll.base.schema import known_keys
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
 from roll.configs.load import PIPELINES
-from roll.configs.policy import VARIANT_KEYS, VARIANT_TRAITS
 from roll.hub.splits import READABLE
 from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
 
@@ -35,7 +35,7 @@ def test_conditions_name_keys_that_exist() -> None:
 
 
 def test_keys_of_variants_belong_to_variants_that_exist() -> None:
-    assert {name for names in VARIANT_KEYS.values() for name in names} <= set(VARIANT_TRAITS)
+    assert {name for names in VARIANT_KEYS.values() for name in names} <= set(POLICY_LOSSES)
     assert VARIANT_KEYS["pg_clip_low"] == ("ppo", "decoupled_ppo", "clip_cov")
     assert VARIANT_KEYS["topr_level"] == ("topr",)
     assert "loss_agg_mode" not in VARIANT_KEYS

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from examples.algorithms import compare
-from roll.configs.advantages import ADV_ESTIMATORS, TURN_ESTIMATORS
+from roll.algorithms.advantage_options import ADV_ESTIMATORS, TURN_ESTIMATORS
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import losses_of
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
-from roll.configs.policy import VARIANT_TRAITS, losses_of
 from roll.plan.hardware import prepare_run
 from tests.configs.samples import LAPTOP, write
 
@@ -47,7 +48,7 @@ def test_together_they_have_every_algorithm_for_single_turns(tmp_path: Path, tin
     configs = [config for config in loaded if isinstance(config, RLVRConfig)]
     assert {config.adv_estimator for config in configs} == set(ADV_ESTIMATORS) - set(TURN_ESTIMATORS)
     losses = [losses_of(config.actor_train.pg_variant) for config in configs]
-    assert {name for each in losses for name in each} == set(VARIANT_TRAITS) and max(map(len, losses)) > 1
+    assert {name for each in losses for name in each} == set(POLICY_LOSSES) and max(map(len, losses)) > 1
     corrections = [config.correction for config in configs]
     assert any(correction.m2_threshold for correction in corrections)
     assert any(correction.opsm_delta for correction in corrections)

@@ -155,7 +155,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
     The last micro-batch has no response token: it must cost nothing and break nothing.
     """
-    from roll.algorithms.losses import PolicyLossConfig
+    from roll.algorithms.policy_options import PolicySettings
     from roll.distributed.train.megatron_optimizer import NonFiniteError
 
     size = options.pop("micro_batch_size")
@@ -165,7 +165,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     data.batch["response_mask"][plan["micro_batches"][-1]] = False
     plan["tokens"] = float(data.batch["response_mask"].sum())
     data.meta_info |= {"temperature": TEMPERATURE, "micro_batches": plan["micro_batches"], "loss": "policy"}
-    data.meta_info["loss_config"] = PolicyLossConfig(pg_variant="ppo", entropy_loss_coef=0.01)
+    data.meta_info["loss_config"] = PolicySettings(pg_variant="ppo", entropy_loss_coef=0.01)
     scored = strategy.compute_log_probs(data)
     shape = data.batch["input_ids"].shape
     data.batch["old_log_probs"] = scored.batch["log_probs"] if len(scored) else torch.zeros(shape)

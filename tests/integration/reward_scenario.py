@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll.algorithms.losses import BradleyTerryConfig
+from roll.algorithms.preference_options import RewardModelOptions
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_scored
 from tests.integration.megatron_scenario import token_batch
@@ -61,6 +61,6 @@ def _rewards(strategy: Any) -> torch.Tensor | None:
 def _pairs() -> DataProto:
     data = DataProto.from_dict(collate_scored(sequences()))
     plan = {"micro_batches": [[0, 1, 4, 5], [2, 3], [6, 7]], "tokens": 8.0, "sequences": 8.0}
-    loss = BradleyTerryConfig(center_rewards_coefficient=CENTERING)
+    loss = RewardModelOptions(center_rewards_coefficient=CENTERING)
     data.meta_info = {"loss": "bradley_terry", "loss_config": loss, "optimizer_steps": [plan], "temperature": 1.0}
     return data

@@ -24,7 +24,7 @@ from runs import (
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_options import PolicySettings
 from roll.trackers.files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -171,7 +171,7 @@ def gradient_of(rows: list[dict[str, Any]], variant: str) -> torch.Tensor:
         "advantages": padded("advantages"),
         "scores": scores - scores.median(),  # topr asks which samples were good
     }
-    settings = PolicyLossConfig(pg_variant=variant, pg_ratio_base="behavior", loss_agg_mode="token-mean")
+    settings = PolicySettings(pg_variant=variant, pg_ratio_base="behavior", loss_agg_mode="token-mean")
     loss, _ = LOSSES["policy"](
         log_probs, None, micro, LossScale(float(mask.sum()), float(len(rows)), mask.shape[1]), settings
     )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.policy_losses import PolicyLossConfig
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorTrainConfig
@@ -199,9 +198,7 @@ def steps(
     """Each rank's results by layout; the layouts run side by side."""
     scenario = "tests.integration.policy_scenario:one_step_of_each_variant"
     configs = {
-        variant: PolicyLossConfig.from_config(
-            RLVRConfig(async_generation_ratio=1, actor_train=ActorTrainConfig(pg_variant=variant))
-        )
+        variant: RLVRConfig(async_generation_ratio=1, actor_train=ActorTrainConfig(pg_variant=variant)).policy
         for variant in VARIANTS
     }
     for step, (divergence, count) in TEACHERS.items():

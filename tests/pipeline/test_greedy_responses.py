@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantages import GREEDY_KEYS, AdvantageConfig, compute_advantages, read_greedy
+from roll.algorithms.advantages import GREEDY_KEYS, AdvantageSettings, compute_advantages, read_greedy
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import FilterArguments, QueryFilterConfig
@@ -91,7 +91,7 @@ def test_its_score_is_the_baseline_and_it_is_no_sample():
         batch["scores"],
         batch["group_ids"],
         batch["response_mask"],
-        AdvantageConfig("remax"),
+        AdvantageSettings(adv_estimator="remax"),
         greedy=read_greedy(batch),
     )
     assert result.advantages[batch["response_mask"]].tolist() == [-2.0] * 9

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.turn_advantages import check_turns, read_turns
-from roll.configs.agentic import RewardNormalization
+from roll.algorithms.turn_options import RewardNormalization
 from roll.rollout.rollout_batch import NO_TURN, batch_of_groups, dump_samples
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 from roll.trackers.files import read_samples
@@ -193,7 +193,7 @@ def test_padding_rows_belong_to_no_group_and_are_spread_evenly(script, sample_by
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "agentic_reinforce", "grpo"])
 def test_advantages_do_not_depend_on_sample_by_and_padding(name, grouping):
     """With `multiple` 3 both kinds of batch have padding: 4 trajectories make 6 rows, 8 turns make 9."""
-    config = AdvantageConfig(name, reward_normalization=RewardNormalization(grouping, "group", "group"))
+    config = AdvantageSettings(adv_estimator=name, reward_normalization=RewardNormalization(grouping, "group", "group"))
     advantages = {}
     for sample_by in ("traj", "step"):
         for multiple in (1, 3):

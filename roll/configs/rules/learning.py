@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from roll.algorithms.advantage_options import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import known_losses, losses_of, traits_of
 from roll.base.errors import Report
-from roll.base.schema import value_at
+from roll.base.schema import check_order, value_at
 from roll.base.text import nearest
-from roll.configs.advantages import ADV_ESTIMATORS, GROUP_ESTIMATORS, RESPONSE_ESTIMATORS, TURN_ESTIMATORS
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import LONGEST_SAMPLING_MASK
 from roll.configs.pipeline import DPOConfig, RLConfig, RLVRConfig
-from roll.configs.policy import COVARIANCE_VARIANTS, VARIANT_TRAITS, losses_of, traits_of
 
 OPSM_NOISE = 1e-2
 """In half precision log-probs differ by up to 0.05 nats a token; a smaller mean over a response says nothing."""
@@ -29,9 +30,9 @@ LARGE_MASK_BYTES = 4 * 2**30
 def check_algorithm(config: RLConfig, report: Report) -> None:
     """Names are known, groups are large enough, and terms that are on have a weight."""
     estimator, variant = "adv_estimator", "actor_train.pg_variant"
-    check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: VARIANT_TRAITS})
+    check_name(estimator, config.adv_estimator, ADV_ESTIMATORS, report, {variant: POLICY_LOSSES})
     for name in losses_of(config.actor_train.pg_variant):
-        check_name(variant, name, [*VARIANT_TRAITS], report, {estimator: ADV_ESTIMATORS})
+        check_name(variant, name, [*POLICY_LOSSES], report, {estimator: ADV_ESTIMATORS})
     if config.adv_estimator in TURN_ESTIMATORS and isinstance(config, RLVRConfig):
         report.error(
             "adv_estimator",
@@ -64,8 +65,13 @@ def check_algorithm(config: RLConfig, report: Report) -> None:
             f"advantage is 0; use at most {group - 1}, or a larger group",
         )
     losses = losses_of(config.actor_train.pg_variant)
-    if all(name in losses for name in COVARIANCE_VARIANTS):
-        report.error(variant, f"{' and '.join(COVARIANCE_VARIANTS)} cannot be mixed with each other; keep one of them")
+    choosing = [loss.name for loss in known_losses(config.actor_train.pg_variant) if loss.choose]
+    if len(choosing) > 1:
+        report.error(variant, f"{' and '.join(choosing)} cannot be mixed with each other; keep one of them")
+    settings = config.policy
+    for loss in known_losses(config.actor_train.pg_variant):
+        for problem in loss.check(settings.options_of(loss)) if loss.check else ():
+            report.error(problem.path, problem.message)
     if "kl_cov" in losses and config.optimizer_steps_per_batch == 1 and config.async_generation_ratio == 0:
         report.warn(
             variant,
@@ -260,19 +266,14 @@ def _check_base(config: RLConfig, report: Report) -> None:
 def _check_bounds(config: RLConfig, report: Report) -> None:
     weights = config.correction.weights
     pairs: dict[str, tuple[float, float]] = {
-        "tis_lower_bound": (config.tis_lower_bound, config.tis_upper_bound),
         "correction.weights.lower": (weights.lower, weights.upper),
     }
     for path, rejection in config.correction.all_rejections.items():
         if rejection.lower is not None and rejection.upper is not None:
             pairs[f"{path}.lower"] = (rejection.lower, rejection.upper)
-    if "clip_cov" in losses_of(config.actor_train.pg_variant):
-        pairs["clip_cov_lower"] = config.clip_cov_lower, config.clip_cov_upper
     for path, (lower, upper) in pairs.items():
-        if lower > upper:
-            report.error(path, f"{lower:g} is above the upper bound {upper:g}; swap them")
-    if config.topr_positive_weight == config.topr_negative_weight == 0:
-        report.error("topr_positive_weight", "0, and topr_negative_weight 0 too: nothing is learned; give one a weight")
+        for problem in check_order(path, lower, upper):
+            report.error(problem.path, problem.message)
 
 
 def _check_rejection(config: RLConfig, report: Report) -> None:

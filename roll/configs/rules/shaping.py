@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from roll.algorithms.advantage_options import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.base.errors import Report
-from roll.configs.advantages import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.configs.agentic import AgenticConfig
 from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLConfig, RLVRConfig

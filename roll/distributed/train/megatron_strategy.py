@@ -18,9 +18,8 @@ from megatron.core import parallel_state, tensor_parallel
 from tensordict import TensorDict
 
 from roll.algorithms.aggregation import LossScale
-from roll.algorithms.learning_rate import LearningRate
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_options import PolicySettings
 from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
@@ -31,6 +30,7 @@ from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train import megatron_checkpoint
 from roll.distributed.train.background_save import BackgroundSave
 from roll.distributed.train.host_copies import ALL_STATES, HostCopies, StateKind
+from roll.distributed.train.learning_rate import LearningRate
 from roll.distributed.train.megatron_forward import (
     ForwardPass,
     LossFunction,
@@ -266,7 +266,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.states.require(*ALL_STATES)
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
-        entropy_gradient = isinstance(config, PolicyLossConfig) and config.needs_entropy_gradient
+        entropy_gradient = isinstance(config, PolicySettings) and config.needs_entropy_gradient
         length = self.pipeline_config.max_sequence_length
         steps: list[OptimizerStep] = meta["optimizer_steps"]
         results = []

@@ -6,8 +6,8 @@ import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from roll.algorithms.advantage_options import SCORED
 from roll.base.schema import Tree, value_at
-from roll.configs.advantages import SCORED
 from roll.configs.agentic import AgenticConfig
 from roll.configs.built_in_rewards import scoring_role
 from roll.configs.defaults import OWN_MODEL_ROLES

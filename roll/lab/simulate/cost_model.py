@@ -12,8 +12,9 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
+from roll.algorithms.policy_options import proximal_source
+from roll.configs.log_prob_passes import samples_with_own_pass
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import proximal_source, samples_with_own_pass
 from roll.lab.simulate.calibration import Measurements, RunShape, fit_doubling_batch
 from roll.lab.simulate.simulator import DecodeSpeed, Scenario, StepCosts, generation_seconds, simulate
 from roll.rollout.admission import AdmissionSettings

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.losses import DPOLossConfig, pair_kl
+from roll.algorithms.losses import pair_kl
+from roll.algorithms.preference_options import DPOOptions
+from roll.base.schema import part
 from roll.configs.pipeline import DPOConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_examples
@@ -38,7 +40,7 @@ class DPOLearner(PairLearner):
     loss = "dpo"
 
     def __init__(self, config: DPOConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker]) -> None:
-        super().__init__(config, actor, DPOLossConfig.from_config(config))
+        super().__init__(config, actor, part(DPOOptions, config))
         self._reference, self._reference_config = reference, config.reference
         self._uses_pair_kl = config.dpo_loss_type == "kto_pair"
 

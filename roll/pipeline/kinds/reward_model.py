@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.losses import BradleyTerryConfig
+from roll.algorithms.preference_options import RewardModelOptions
+from roll.base.schema import part
 from roll.configs.pipeline import RewardModelConfig
 from roll.datasets.batch import DataProto
 from roll.datasets.collate import collate_scored
@@ -35,7 +36,7 @@ class RewardModelLearner(PairLearner):
     loss = "bradley_terry"
 
     def __init__(self, config: RewardModelConfig, actor: Cluster[TrainWorker]) -> None:
-        super().__init__(config, actor, BradleyTerryConfig.from_config(config))
+        super().__init__(config, actor, part(RewardModelOptions, config))
 
     def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
         """Prompts and responses; `response_mask` is set on the token after them."""

@@ -20,7 +20,6 @@ from roll.algorithms.advantages import (
     GREEDY_KEYS,
     REWARD_PARTS,
     SUM_PI_SQUARED,
-    AdvantageConfig,
     compute_advantages,
     learned_samples,
     read_greedy,
@@ -35,15 +34,14 @@ from roll.algorithms.correction import (
     finalize,
     off_policy_correction,
 )
-from roll.algorithms.covariance import high_covariance
 from roll.algorithms.distillation import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import ValueLossConfig
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
+from roll.configs.log_prob_passes import training_gives_old_log_probs
 from roll.configs.pipeline import RLConfig, role_seed
-from roll.configs.policy import training_gives_old_log_probs, traits_of
 from roll.datasets.batch import DataProto
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
@@ -92,9 +90,9 @@ class RLLearner(ActorLearner):
         super().__init__(actor, critic)
         self._config = config
         self._reference = reference
-        self._loss_config = PolicyLossConfig.from_config(config)
+        self._loss_config = config.policy
         self._value_loss_config = ValueLossConfig(config.value_clip, config.loss_agg_mode)
-        self._advantage_config = AdvantageConfig.from_config(config)
+        self._advantage_config = config.advantages
         if config.opd_top_k is not None:  # the teacher is a term of the loss, not of the advantages
             self._advantage_config = replace(self._advantage_config, opd_kl_coef=0.0)
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
@@ -310,7 +308,7 @@ class RLLearner(ActorLearner):
         if "old_log_probs" not in data.batch.keys():
             return
         mask, seed = _learned(data).batch["response_mask"], role_seed(self._config.seed, "high_covariance", step)
-        chosen = high_covariance(data.batch["old_log_probs"], data.batch["advantages"], mask, self._loss_config, seed)
+        chosen = self._loss_config.chosen_tokens(data.batch["old_log_probs"], data.batch["advantages"], mask, seed)
         if chosen is not None:
             data.batch["high_covariance"] = chosen
 
@@ -368,7 +366,7 @@ class RLLearner(ActorLearner):
                 steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
-    def _training_data(self, data: DataProto, config: PolicyLossConfig) -> DataProto:
+    def _training_data(self, data: DataProto, config: PolicySettings) -> DataProto:
         """What ranks need: all but tensors of turns, greedy responses and rewards, which only advantages use."""
         unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
         if config.reads_turns:

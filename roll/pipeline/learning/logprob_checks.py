@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.algorithms.policy_losses import PolicyLossConfig
+from roll.algorithms.policy_options import PolicySettings
 from roll.base.errors import RunError
 from roll.configs.defaults import default_mismatch
 from roll.configs.pipeline import RLConfig
@@ -176,7 +176,7 @@ def _disagreement(engine: str, exceeded: str, cause: str) -> RunError:
     )
 
 
-def check_first_update(step: Mapping[str, float], loss: PolicyLossConfig, config: RLConfig) -> None:
+def check_first_update(step: Mapping[str, float], loss: PolicySettings, config: RLConfig) -> None:
     """Before any update log pi is log p, or log mu as far as engine and trainer agree; RunError where it is not.
 
     Args:

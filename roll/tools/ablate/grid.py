@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll.algorithms.policy_options import VARIANT_KEYS
 from roll.base.errors import ConfigError, Problem
 from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
-from roll.configs.policy import VARIANT_KEYS
 from roll.configs.yaml_files import leaves, override_tree
 from roll.envs.registry import try_environment
 from roll.pipeline.extensions import load_extensions

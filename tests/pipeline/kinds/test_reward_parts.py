@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantages import REWARD_PARTS, AdvantageConfig, compute_advantages
+from roll.algorithms.advantages import REWARD_PARTS, AdvantageSettings, compute_advantages
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import RewardConfig
 from roll.datasets.templates import EncodedPrompt
@@ -62,7 +62,7 @@ def test_a_batch_has_them_in_the_order_of_the_rewards_with_nan_for_others_and_pa
     expected = [[row.get(name, math.nan) for name in ("length", "digit", "other")] for row in rows]
     torch.testing.assert_close(batch[REWARD_PARTS][real], torch.tensor(expected), equal_nan=True)
     assert batch[REWARD_PARTS][~real].isnan().all()
-    config = AdvantageConfig("gdpo", reward_weights=(2.0, -0.5, 1.0))
+    config = AdvantageSettings(adv_estimator="gdpo", reward_weights=(2.0, -0.5, 1.0))
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
     assert torch.isfinite(compute_advantages(*arguments, reward_parts=batch[REWARD_PARTS]).advantages).all()
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantages import AdvantageConfig, GreedyResponses, compute_advantages
+from roll.algorithms.advantage_options import ADV_ESTIMATORS
+from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from roll.algorithms.turn_advantages import read_turns
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
-from roll.configs.advantages import ADV_ESTIMATORS
 from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import FilterArguments, QueryFilterConfig, RewardConfig
@@ -173,7 +173,7 @@ def test_one_turn_changes_no_advantage(estimator):
     made = worker(4)
     batch = made.batch(generated(made, 5)).batch
     assert batch["turn_count"].tolist() == [1] * 20
-    config = AdvantageConfig(estimator, reward_weights=(2.0,))
+    config = AdvantageSettings(adv_estimator=estimator, reward_weights=(2.0,))
     arguments = (batch["scores"], batch["group_ids"], batch["response_mask"], config)
     values = torch.linspace(-1, 1, batch["response_mask"].numel()).view_as(batch["behavior_log_probs"])
     greedy = GreedyResponses(torch.full((20,), 1.5), torch.ones(20))

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from roll.algorithms.advantage_options import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
 from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, compute_advantages
+from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.policy_options import RatioOptions
 from roll.algorithms.turn_advantages import TURN_KEYS
+from roll.algorithms.turn_options import TurnOptions
 from roll.base.errors import RunError
-from roll.configs.advantages import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
-from roll.configs.agentic import AgenticOptions
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.policy import VARIANT_TRAITS
 from roll.datasets.batch import DataProto
 from roll.pipeline.learning.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.learning.shards import training_plans
@@ -71,7 +72,7 @@ def stale_step(folder: Path, *overrides: str) -> tuple[dict[str, float], torch.T
     return learn(parts, second, staleness=1.0), parts[1].table.detach() - before
 
 
-@pytest.mark.parametrize("variant", VARIANT_TRAITS)
+@pytest.mark.parametrize("variant", POLICY_LOSSES)
 @pytest.mark.parametrize("mode", ["", ASYNC])
 def test_the_first_step_of_every_variant_passes_its_checks_and_moves_the_weights(tmp_path, variant, mode):
     parts = learner(tmp_path, f"actor_train.pg_variant={variant}", *mode.split())
@@ -91,7 +92,7 @@ def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_prob
     torch.testing.assert_close(changes[0], changes[1])
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANT_TRAITS if name != "vanilla"])
+@pytest.mark.parametrize("variant", [name for name in POLICY_LOSSES if name != "vanilla"])
 def test_stale_samples_are_corrected_and_give_another_update_than_vanilla(tmp_path, variant):
     metrics, change = stale_step(tmp_path, ASYNC, f"actor_train.pg_variant={variant}")
     _, plain = stale_step(tmp_path, ASYNC, "actor_train.pg_variant=vanilla")
@@ -291,7 +292,7 @@ def test_statistics_of_scores_begin_anew_from_a_checkpoint_without_them(tmp_path
 
 
 @dataclass
-class Agent(AgenticOptions, RLVRConfig):
+class Agent(TurnOptions, RatioOptions, RLVRConfig):
     """A run whose samples have turns."""
 
 

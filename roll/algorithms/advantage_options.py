@@ -129,6 +129,7 @@ class CriticOptions:
         None,
         "The value loss does not reward values further than this from those at the start of the step; null: no bound.",
         gt=0,
+        usual=(0.0001, 1e4),
         only_for=CRITIC,
     )
     critic_warmup: int = option(
@@ -158,8 +159,85 @@ Divergence = Literal["reverse", "forward", "jsd"]
 """A divergence of the policy from a teacher; see `roll.algorithms.distillation`."""
 
 
+KL_REWARD = needs("add_token_level_kl", "add_token_level_kl is false; set it to true")
+
+
 @dataclass
-class AdvantageOptions:
+class KLRewardOptions:
+    """KL to the reference in the token reward."""
+
+    add_token_level_kl: bool = option(False, "KL to the reference in the token reward.")
+    init_kl_coef: float = option(
+        0.0,
+        "Weight of the KL in the token reward; with target_kl the first; 0 is off.",
+        ge=0,
+        usual=(1e-8, 100.0),
+        only_for=KL_REWARD,
+    )
+    target_kl: float | None = option(
+        None,
+        "Target of the KL in the token reward, in nats per token, for an adaptive weight; null: a fixed weight.",
+        gt=0,
+        usual=(1e-6, 1000.0),
+        only_for=KL_REWARD,
+    )
+    kl_horizon: int = option(
+        10000,
+        "Samples over which the adaptive weight of the KL moves: the more, the slower.",
+        ge=1,
+        only_for=needs(
+            "target_kl",
+            "target_kl is null, so the weight of the KL is fixed",
+            accepts=lambda target: target is not None,
+        ),
+    )
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = option(
+        "k1",
+        "Estimator of the KL in the token reward: the log ratio k1, its half square k2, the unbiased positive k3, or "
+        "the absolute log ratio.",
+        only_for=KL_REWARD,
+    )
+
+
+@dataclass
+class DistillationOptions:
+    """The keys of a teacher."""
+
+    opd_kl_coef: float = option(
+        1.0,
+        "Weight of the teacher.",
+        gt=0,
+        usual=(1e-6, 100.0),
+        only_for=TEACHER,
+    )
+    opd_top_k: int | None = option(
+        None,
+        "The teacher's most likely tokens at each position: opd_kl_coef x the divergence over them, and one outcome "
+        "for all others, is a term of the loss instead of the advantage. At least the vocabulary: over all tokens. "
+        "null: the sampled token alone.",
+        ge=1,
+        only_for=TEACHER,
+    )
+    opd_divergence: Divergence = option(
+        "reverse",
+        "Divergence of opd_top_k: KL of the policy from the teacher (reverse), KL of the teacher from the policy "
+        "(forward), or the generalised Jensen-Shannon divergence of GKD (jsd).",
+        only_for=needs("opd_top_k", "opd_top_k is null, so only sampled tokens are compared", lambda k: k is not None),
+    )
+    opd_jsd_beta: float = option(
+        0.5,
+        "Weight of the teacher in the mixture that jsd compares both with, above 0 and below 1: small ones learn as "
+        "forward does, large ones as reverse.",
+        gt=0,
+        lt=1,
+        usual=(0.001, 0.999),
+        parse=jsd_beta,
+        only_for=needs("opd_divergence", "opd_divergence is not jsd", lambda divergence: divergence == "jsd"),
+    )
+
+
+@dataclass
+class AdvantageOptions(KLRewardOptions, DistillationOptions):
     """The keys of the advantages."""
 
     adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
@@ -216,16 +294,22 @@ class AdvantageOptions:
         1.0,
         "Length penalty of a response of response_length tokens, subtracted from its score.",
         gt=0,
+        usual=(1e-6, 1e4),
         only_for=needs("overlong_buffer_len", "overlong_buffer_len is null", accepts=lambda length: length is not None),
     )
     length_penalty_per_token: float = option(
-        0.0, "Subtracted from a score for each token of the response; 0 is off.", ge=0, only_for=(SINGLE_TURN, SCORED)
+        0.0,
+        "Subtracted from a score for each token of the response; 0 is off.",
+        ge=0,
+        usual=(1e-9, 1.0),
+        only_for=(SINGLE_TURN, SCORED),
     )
     length_reward_coef: float = option(
         0.0,
         "Weight of the reward of short responses, 0.5 for the shortest to a prompt and -0.5 for the longest, where a "
         "wrong one gains nothing (Kimi k1.5); 0 is off.",
         ge=0,
+        usual=(1e-6, 1e4),
         only_for=(SINGLE_TURN, SCORED),
     )
     length_reward_threshold: float = option(
@@ -233,8 +317,12 @@ class AdvantageOptions:
         "A response with a raw score above this is a correct one for length_reward_coef.",
         only_for=needs("length_reward_coef", "length_reward_coef is 0"),
     )
-    reward_clip: float | None = option(None, "Clip scores to +- this.", gt=0, only_for=(SCORED, SUMMED))
-    advantage_clip: float | None = option(None, "Clip advantages to +- this.", gt=0, only_for=HAS_ADVANTAGES)
+    reward_clip: float | None = option(
+        None, "Clip scores to +- this.", gt=0, usual=(1e-6, 1e6), only_for=(SCORED, SUMMED)
+    )
+    advantage_clip: float | None = option(
+        None, "Clip advantages to +- this.", gt=0, usual=(1e-6, 1e6), only_for=HAS_ADVANTAGES
+    )
     whiten_rewards: bool = option(
         False, "Zero mean and unit variance of scores over the batch.", only_for=(SCORED, SUMMED)
     )
@@ -253,10 +341,10 @@ class AdvantageOptions:
         only_for=SCORED,
     )
     difficulty_weight_easy: float = option(
-        0.5, "Weight of a prompt with a mean score of 1 or more.", ge=0, only_for=DIFFICULTY_WEIGHT
+        0.5, "Weight of a prompt with a mean score of 1 or more.", ge=0, usual=(0.0, 1e4), only_for=DIFFICULTY_WEIGHT
     )
     difficulty_weight_hard: float = option(
-        2.0, "Weight of a prompt with a mean score of 0 or less.", ge=0, only_for=DIFFICULTY_WEIGHT
+        2.0, "Weight of a prompt with a mean score of 0 or less.", ge=0, usual=(0.0, 1e4), only_for=DIFFICULTY_WEIGHT
     )
     length_loss_weight: bool = option(
         False,
@@ -264,42 +352,17 @@ class AdvantageOptions:
         "the batch to that of the longest; the weights of a batch are divided by their mean.",
         only_for=(SINGLE_TURN, HAS_ADVANTAGES),
     )
-    length_weight_short: float = option(1.5, "Weight of the shortest response.", ge=0, only_for=LENGTH_WEIGHT)
-    length_weight_long: float = option(0.5, "Weight of the longest response.", ge=0, only_for=LENGTH_WEIGHT)
+    length_weight_short: float = option(
+        1.5, "Weight of the shortest response.", ge=0, usual=(0.0, 1e4), only_for=LENGTH_WEIGHT
+    )
+    length_weight_long: float = option(
+        0.5, "Weight of the longest response.", ge=0, usual=(0.0, 1e4), only_for=LENGTH_WEIGHT
+    )
     use_opd: bool = option(
         False,
         "On-policy distillation beside the scores: subtract opd_kl_coef x (log-prob of the policy - log-prob of the "
         "teacher) from the advantage of every token. The teacher is the model of `reference`.",
         only_for=not_estimators(*TEACHER_ESTIMATORS, reason="adv_estimator opd learns from the teacher alone"),
-    )
-    opd_kl_coef: float = option(
-        1.0,
-        "Weight of the teacher.",
-        gt=0,
-        only_for=TEACHER,
-    )
-    opd_top_k: int | None = option(
-        None,
-        "The teacher's most likely tokens at each position: opd_kl_coef x the divergence over them, and one outcome "
-        "for all others, is a term of the loss instead of the advantage. At least the vocabulary: over all tokens. "
-        "null: the sampled token alone.",
-        ge=1,
-        only_for=TEACHER,
-    )
-    opd_divergence: Divergence = option(
-        "reverse",
-        "Divergence of opd_top_k: KL of the policy from the teacher (reverse), KL of the teacher from the policy "
-        "(forward), or the generalised Jensen-Shannon divergence of GKD (jsd).",
-        only_for=needs("opd_top_k", "opd_top_k is null, so only sampled tokens are compared", lambda k: k is not None),
-    )
-    opd_jsd_beta: float = option(
-        0.5,
-        "Weight of the teacher in the mixture that jsd compares both with, above 0 and below 1: small ones learn as "
-        "forward does, large ones as reverse.",
-        gt=0,
-        lt=1,
-        parse=jsd_beta,
-        only_for=needs("opd_divergence", "opd_divergence is not jsd", lambda divergence: divergence == "jsd"),
     )
 
     @property

@@ -3,8 +3,8 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-from roll.algorithms.learning_rate import LearningRate
 from roll.configs.arguments import TrainingArguments
+from roll.distributed.train.learning_rate import LearningRate
 
 
 def rates(steps=10, **options):

@@ -42,7 +42,7 @@ class WeightOptions:
         only_for=WEIGHTED,
     )
     lower: float = option(0.0, "Smallest weight.", ge=0, only_for=WEIGHTED)
-    upper: float = option(2.0, "Largest weight.", gt=0, only_for=WEIGHTED)
+    upper: float = option(2.0, "Largest weight.", gt=0, usual=(0.0, 1e6), only_for=WEIGHTED)
     normalize: bool = option(
         False,
         "Divide the weights by their mean over the tokens of the batch, with level sequence over its responses.",
@@ -70,7 +70,7 @@ class RejectionOptions:
         None, "Smallest value kept: a ratio for k1, nats for k2 and k3; null: no bound.", ge=0, only_for=REJECTING
     )
     upper: float | None = option(
-        None, "Largest value kept, in the same units; null: no bound.", gt=0, only_for=REJECTING
+        None, "Largest value kept, in the same units; null: no bound.", gt=0, usual=(0.0, 1e6), only_for=REJECTING
     )
 
 
@@ -82,7 +82,9 @@ class DifferenceOptions:
         None, "As in correction.rejection, for p - mu of a token; null: nothing is rejected."
     )
     lower: float | None = option(None, "Smallest value kept, such as -0.1; null: no bound.", le=0, only_for=DIFFERING)
-    upper: float | None = option(None, "Largest value kept, such as 0.1; null: no bound.", ge=0, only_for=DIFFERING)
+    upper: float | None = option(
+        None, "Largest value kept, such as 0.1; null: no bound.", ge=0, usual=(0.0, 1e6), only_for=DIFFERING
+    )
 
 
 @dataclass
@@ -92,7 +94,7 @@ class CorrectionOptions:
     weights: WeightOptions = option(factory=WeightOptions, help="Importance weights on the token loss.")
     rejection: RejectionOptions = option(factory=RejectionOptions, help="Which tokens or responses are left out.")
     veto_threshold: float | None = option(
-        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", gt=0
+        None, "A response with any token ratio below this is left out of the loss, e.g. 1e-4.", gt=0, usual=(0.0, 0.9)
     )
     renormalize: bool = option(
         False, "Divide the loss by the tokens left after rejection instead of by all.", only_for=REJECTS
@@ -102,12 +104,14 @@ class CorrectionOptions:
         "M2PO: tokens of the largest squared log ratio are left out until the mean of the others is at most this, such "
         "as 0.04.",
         gt=0,
+        usual=(1e-6, 1e4),
     )
     opsm_delta: float | None = option(
         None,
         "OPSM: tokens of negative advantage are left out where the policy finds their response less likely than the "
         "one that sampled did, by more than this mean log ratio in nats: 1e-4 in fp32, 1e-2 or more in half precision.",
         ge=0,
+        usual=(0.0, 1e4),
     )
     difference: DifferenceOptions = option(
         factory=DifferenceOptions,
