@@ -172,7 +172,7 @@ def _measure_rank(
     megatron.finalize_model_grads_func = mark_and_reduce
 
     def run(plan: OptimizerStepPlan, data: Any) -> tuple[list[float], float]:
-        shard = training_shards(data, plan)[strategy.coordinates.data]
+        shard = training_shards(data, plan, {"loss": "sft", "loss_config": None})[strategy.coordinates.data]
         dist.barrier()
         wall, start = time.perf_counter(), time.process_time()
         strategy.train_step(shard)
@@ -205,21 +205,19 @@ def _batch(work: Work, step: int) -> Any:
     """Random tokens of a step's lengths; those of responses have a loss."""
     import torch
 
-    from roll.datasets.batch import DataProto
+    from roll.datasets.batch import Batch
 
     lengths = torch.tensor(work.lengths(step))
     columns = torch.arange(int(lengths.max()))
     mask = columns < lengths[:, None]
     generator = torch.Generator().manual_seed(step)
-    data = DataProto.from_dict(
+    return Batch(
         {
             "input_ids": torch.randint(0, SHAPE["vocab_size"], tuple(mask.shape), generator=generator),
             "attention_mask": mask.long(),
             "response_mask": mask & (columns >= work.prompt),
         }
     )
-    data.meta_info = {"loss": "sft", "loss_config": None}
-    return data
 
 
 if __name__ == "__main__":

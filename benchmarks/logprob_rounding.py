@@ -43,7 +43,7 @@ def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int,
     from roll.configs.arguments import TrainModelArguments
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig
-    from roll.datasets.batch import DataProto
+    from roll.datasets.batch import Batch
     from roll.distributed.process_groups import hold_port
     from roll.distributed.train.megatron_strategy import MegatronInferStrategy
     from roll.models.tiny import write_tiny_model
@@ -76,7 +76,7 @@ def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int,
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(hold_port())}
     strategy.initialize()
     positions = torch.arange(tokens).expand_as(ids).contiguous()
-    data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions})
+    data = Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions})
     data.meta_info = {"temperature": 1.0, "micro_batches": [list(range(SAMPLES))]}
     found = strategy.compute_log_probs(data).batch["log_probs"][:, -SAMPLED:]
     strategy.shutdown()

@@ -188,7 +188,7 @@ def _megatron_steps(
     from roll.configs.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
-    from roll.datasets.batch import DataProto
+    from roll.datasets.batch import Batch
     from roll.platforms import get_platform
 
     get_platform("cpu").prepare_megatron()
@@ -214,7 +214,7 @@ def _megatron_steps(
         "tokens": float(work.tokens - work.samples),
         "sequences": float(work.samples),
     }
-    data = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "response_mask": response})
+    data = Batch({"input_ids": ids, "attention_mask": mask, "response_mask": response})
     data.meta_info = {"loss": "sft", "loss_config": None, "optimizer_steps": [plan]}
 
     def step(packed: bool) -> float:

@@ -30,7 +30,7 @@ from roll.configs.arguments import ModelArguments, TrainingArguments, TrainModel
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig, ActorTrainConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
 from roll.datasets.micro_batches import plan_optimizer_steps
 from roll.distributed.infer.sglang_checksums import EngineChecksums, cuda_checksum
@@ -131,18 +131,16 @@ def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
         get_platform(config.platform).release_cached_memory()
 
 
-def random_batch(samples: int, tokens: int, vocabulary: int) -> DataProto:
+def random_batch(samples: int, tokens: int, vocabulary: int) -> Batch:
     """Samples of a quarter to the whole of `tokens`, to be trained on with the loss of SFT."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(tokens // 4, tokens + 1, (samples,), generator=generator).tolist()
     ids = [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
     parts = [(each[:PROMPT_TOKENS], each[PROMPT_TOKENS:]) for each in ids]
-    data = DataProto.from_dict(collate_samples([(p, r, [0.0] * len(r), [0] * len(r)) for p, r in parts]))
-    data.meta_info = {"temperature": 1.0, "loss": "sft", "loss_config": None}
-    return data
+    return Batch(collate_samples([(p, r, [0.0] * len(r), [0] * len(r)) for p, r in parts]))
 
 
-def log_probs(rank: TrainWorker, data: DataProto, size: int) -> torch.Tensor:
+def log_probs(rank: TrainWorker, data: Batch, size: int) -> torch.Tensor:
     """Log-probs in micro-batches of `size` samples."""
     inputs = data.select(*LOG_PROB_KEYS)
     count = len(data)
@@ -151,14 +149,14 @@ def log_probs(rank: TrainWorker, data: DataProto, size: int) -> torch.Tensor:
     return rank.compute_log_probs(inputs).batch["log_probs"]
 
 
-def train(rank: TrainWorker, data: DataProto, steps: int = STEPS) -> list[float]:
+def train(rank: TrainWorker, data: Batch, steps: int = STEPS) -> list[float]:
     """Optimizer steps on the whole of `data`, in micro-batches of 4; returns their losses."""
     (plan,) = plan_optimizer_steps(sample_lengths(data), 1, samples_per_step=len(data), micro_batch_size=4)
-    (shard,) = training_shards(data, plan)
+    (shard,) = training_shards(data, plan, {"temperature": 1.0, "loss": "sft", "loss_config": None})
     return [rank.train_step(shard)["loss"] for _ in range(steps)]
 
 
-def check_micro_batches(table: GpuTable, rank: TrainWorker, data: DataProto, config: RLVRConfig) -> None:
+def check_micro_batches(table: GpuTable, rank: TrainWorker, data: Batch, config: RLVRConfig) -> None:
     """Both are the trainer's own passes, so in fp32 their bound is that of the first optimizer step."""
     dtype = config.actor_train.model_args.dtype
     largest = config.mean_logprob_mismatch if dtype == "fp32" else None
@@ -193,7 +191,7 @@ def check_memory(table: GpuTable, rank: TrainWorker, config: RLVRConfig, shape: 
         table.add(f"{dtype}: left on the GPU without them", left / 1e6, "MB")
 
 
-def check_speed(table: GpuTable, rank: TrainWorker, data: DataProto, shape: ModelShape, dtype: Dtype) -> None:
+def check_speed(table: GpuTable, rank: TrainWorker, data: Batch, shape: ModelShape, dtype: Dtype) -> None:
     """Tokens per second of training, and the share of the GPU's peak that they use (MFU).
 
     Every token counts as scored, see `ModelShape.training_operations`.
@@ -319,7 +317,7 @@ def check_checksum(table: GpuTable, rank: TrainWorker) -> None:
     table.add(name, sum(f"{gpu_tensor_hash(each):016x}" != cuda_checksum(each) for each in weights), "", 0)
 
 
-def check_resume(table: GpuTable, config: RLVRConfig, data: DataProto, folder: Path) -> None:
+def check_resume(table: GpuTable, config: RLVRConfig, data: Batch, folder: Path) -> None:
     """Steps of a rank, of one that resumes from its checkpoint, and of that one with hand-overs in between."""
     with training_rank(config) as rank:
         train(rank, data, 2)

@@ -22,7 +22,7 @@ from roll.configs.defaults import fill_in_defaults
 from roll.configs.megatron import MegatronTrainConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig, ActorTrainConfig, MegatronTrainArguments, SGLangArguments
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import InferWorker
@@ -94,7 +94,7 @@ def configuration(
     return config
 
 
-async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[DataProto, float]:
+async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[Batch, float]:
     """Generates for fixed prompts; returns the samples and response tokens per second."""
     generator = torch.Generator().manual_seed(round_number)
     prompts = torch.randint(3, SHAPE["vocab_size"], (SAMPLES, PROMPT_TOKENS), generator=generator).tolist()
@@ -109,16 +109,16 @@ async def generate(engine: Cluster[InferWorker], round_number: int) -> tuple[Dat
     if failed:
         raise RuntimeError(f"{len(failed)} of {SAMPLES} requests failed: {failed[0]}")
     samples = [(p, r.response_ids, r.log_probs, r.versions) for p, r in zip(prompts, results, strict=True)]
-    data = DataProto.from_dict(collate_samples(samples), meta_info={"temperature": TEMPERATURE})
+    data = Batch(collate_samples(samples))
     return data, sum(len(r.response_ids) for r in results) / seconds
 
 
 async def compare(
-    table: GpuTable, when: str, actor: Cluster[TrainWorker], data: DataProto, config: RLVRConfig, reference: Reference
+    table: GpuTable, when: str, actor: Cluster[TrainWorker], data: Batch, config: RLVRConfig, reference: Reference
 ) -> torch.Tensor:
     """Compares log-probs of generated samples in the trainer, the reference and the engine; returns the trainer's."""
     mask = data.batch["response_mask"]
-    megatron = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
+    megatron = (await cluster_log_probs(actor, data, config.actor_train, TEMPERATURE)).batch["log_probs"]
     with torch.no_grad():
         expected = reference.log_probs(data, TEMPERATURE)
     table.add_log_probs(f"{when}: Megatron against CPU fp32", megatron, expected, mask, config)
@@ -128,7 +128,7 @@ async def compare(
 
 
 async def train(
-    table: GpuTable, actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto, reference: Reference
+    table: GpuTable, actor: Cluster[TrainWorker], config: RLVRConfig, data: Batch, reference: Reference
 ) -> None:
     """Trains both models for STEPS steps; the speed is that of the steps after the first."""
     losses, seconds = [], []
@@ -143,11 +143,11 @@ async def train(
     table.add("training", tokens / sum(seconds[1:]), "tokens/s")
 
 
-async def train_step(actor: Cluster[TrainWorker], config: RLVRConfig, data: DataProto) -> float:
+async def train_step(actor: Cluster[TrainWorker], config: RLVRConfig, data: Batch) -> float:
     """One optimizer step on the responses of `data`; returns the loss before it."""
-    learned = DataProto(data.batch, meta_info={"temperature": 1.0, "loss": "sft", "loss_config": None})
-    (plan,) = training_plans(learned, config.actor_train, actor.platform)
-    return (await actor.call_shards(TrainWorker.train_step, training_shards(learned, plan)))[0]["loss"]
+    (plan,) = training_plans(data, config.actor_train, actor.platform)
+    shards = training_shards(data, plan, {"temperature": 1.0, "loss": "sft", "loss_config": None})
+    return (await actor.call_shards(TrainWorker.train_step, shards))[0]["loss"]
 
 
 async def smoke(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from roll.configs.arguments import TORCH_DTYPES
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.hub.names import CONFIG_NAME, WEIGHT_FILE
 
 LEARNING_RATE = 1e-4
@@ -128,14 +128,14 @@ class Reference:
         self._weights = [nn.Parameter(parameter.detach().clone()) for parameter in self._model.parameters()]
         self._optimizer = torch.optim.AdamW(self._weights, lr=learning_rate, weight_decay=0.0)
 
-    def log_probs(self, data: DataProto, temperature: float) -> Tensor:
+    def log_probs(self, data: Batch, temperature: float) -> Tensor:
         """Log-probs [B, T]; index t is the log-prob of token t, 0 at t = 0."""
         ids = data.batch["input_ids"]
         logits = self._model(ids)[:, :-1] / temperature
         chosen = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
         return F.pad(chosen[..., 0], (1, 0))
 
-    def train_step(self, data: DataProto) -> float:
+    def train_step(self, data: Batch) -> float:
         """One optimizer step on the responses of `data`; returns the loss before it."""
         mask = data.batch["response_mask"]
         loss = -(self.log_probs(data, 1.0) * mask).sum() / mask.sum()

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
@@ -27,7 +27,7 @@ from roll.distributed.weights.report import Transfer
 from roll.distributed.weights.synchronizer import STEP_GRACE_S, WeightSynchronizer
 from roll.pipeline.learning.shards import cluster_log_probs
 from roll.pipeline.session import Session
-from scripts.gpu_smoke import SHAPE, compare, configuration, generate, train, train_step
+from scripts.gpu_smoke import SHAPE, TEMPERATURE, compare, configuration, generate, train, train_step
 from scripts.gpu_table import Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import Reference, write_random_model
 
@@ -62,7 +62,7 @@ class FatalBroadcast(BroadcastTransport):
         return await sending
 
 
-async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path) -> tuple[DataProto, torch.Tensor]:
+async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path) -> tuple[Batch, torch.Tensor]:
     """Trainer and engine on a device each; returns samples, and their log-probs under the exported model."""
     model = write_random_model(folder / "model", SHAPE, dtype)
     options = {"sync_timeout_s": SYNC_TIMEOUT_S, "max_sync_retries": 0}
@@ -77,7 +77,7 @@ async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Pa
         data, _ = await generate(engine, 0)
         await compare(table, "separate devices", actor, data, config, Reference(model))
         await train_step(actor, config, data)
-        before = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
+        before = (await cluster_log_probs(actor, data, config.actor_train, TEMPERATURE)).batch["log_probs"]
         FatalBroadcast.kill = True
         report = await synchronizer.update_weights(1)
         if report.attempts != RESTARTED_ATTEMPTS:
@@ -87,14 +87,14 @@ async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Pa
         bound_s = ERROR_BOUND_S + config.start_timeout_s
         table.add("engine killed in a broadcast: time until it is restarted and updated", report.seconds, "s", bound_s)
         await generate(engine, 1)
-        after = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
+        after = (await cluster_log_probs(actor, data, config.actor_train, TEMPERATURE)).batch["log_probs"]
         table.add("log-probs of the trainer that survived: largest change", (after - before).abs().max().item(), "", 0)
         await actor.call(ALL, TrainWorker.export_hf, folder / "survived")
     return data, after
 
 
 async def shared(
-    table: GpuTable, platform: Platform, dtype: Dtype, folder: Path, data: DataProto, expected: torch.Tensor
+    table: GpuTable, platform: Platform, dtype: Dtype, folder: Path, data: Batch, expected: torch.Tensor
 ) -> None:
     """Trainer and engine with tensor parallel 2 take turns on both devices."""
     model = folder / "survived"
@@ -111,7 +111,7 @@ async def shared(
         table.add(f"tensor parallel 2: update of {report.bytes / 1e6:.0f} MB, verified", report.seconds, "s")
         samples, _ = await generate(engine, 1)
         await devices.to_trainer()
-        found = (await cluster_log_probs(actor, data, config.actor_train)).batch["log_probs"]
+        found = (await cluster_log_probs(actor, data, config.actor_train, TEMPERATURE)).batch["log_probs"]
         table.add_log_probs("tensor parallel 2 against 1", found, expected, data.batch["response_mask"], config)
         await compare(table, "tensor parallel 2", actor, samples, config, reference)
         await train(table, actor, config, samples, reference)

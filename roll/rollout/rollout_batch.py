@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roll.algorithms.advantages import REWARD_PARTS
 from roll.configs.environments import SampleBy
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
 from roll.trackers.files import dump_path, dumped_steps, write_whole
@@ -64,7 +64,7 @@ def batch_of_groups(
     multiple: int = 1,
     episodes: bool = False,
     rewards: Sequence[str] = (),
-) -> DataProto:
+) -> Batch:
     """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
 
     Args:
@@ -121,7 +121,7 @@ def batch_of_groups(
     }
     if episodes:
         columns["episode"] = [_describe_episode(row) for row in rows]
-    return DataProto.from_dict(tensors, columns)
+    return Batch(tensors, columns)
 
 
 def _prompt_id(group: Group, episodes: bool) -> str:
@@ -220,7 +220,7 @@ TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_lo
 """Tensors [B, T] whose values at response tokens are written, where the batch has them."""
 
 
-def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = None) -> Path:
+def dump_samples(data: Batch, folder: Path, step: int, keep: int | None = None) -> Path:
     """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
 
     A line has `id`, `prompt_id`, `ground_truth`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of
@@ -242,7 +242,7 @@ def dump_samples(data: DataProto, folder: Path, step: int, keep: int | None = No
     return path
 
 
-def _samples(data: DataProto) -> Iterator[dict[str, Any]]:
+def _samples(data: Batch) -> Iterator[dict[str, Any]]:
     batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
     response, attended = batch["response_mask"].bool(), batch["attention_mask"].bool()
     before = attended & (response.long().cumsum(-1) == 0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import rollout_metrics, validation_metrics
 from roll.rollout.rollout_batch import batch_of_groups
@@ -93,7 +93,7 @@ class RolloutWorker(ABC):
         """`val/...` of complete groups."""
         return validation_metrics(groups)
 
-    def batch(self, groups: Sequence[Group]) -> DataProto:
+    def batch(self, groups: Sequence[Group]) -> Batch:
         """The tensors that the learner takes; masked rows fill it up to whole optimizer steps."""
         return batch_of_groups(groups, multiple=self._config.samples_multiple)
 

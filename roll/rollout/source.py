@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from roll.datasets.batch import DataProto
+    from roll.datasets.batch import Batch
 
 
 @dataclass
@@ -19,7 +19,7 @@ class SampleBatch:
         seconds: by kind of work, the time since the previous batch in which such work was running.
     """
 
-    data: DataProto
+    data: Batch
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 

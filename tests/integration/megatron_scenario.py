@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 from roll.base.custom_modules import use_custom_modules
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from tests.integration.rank_pool import RankContext
 
 STEPS = 20
@@ -40,13 +40,13 @@ def token_batch(side: str = "right", vocabulary: int = 101) -> dict[str, torch.T
     return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
 
 
-def training_batch(data_rank: int, data_ranks: int, size: int) -> DataProto:
+def training_batch(data_rank: int, data_ranks: int, size: int) -> Batch:
     """This data rank's share, cut into micro-batches of `size` samples."""
     tensors = token_batch()
     tensors["response_mask"] = tensors["attention_mask"].bool() & (torch.arange(WIDTH) >= PROMPT)
     rows = list(range(data_rank, SAMPLES, data_ranks))
     micro_batches = [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
-    data = DataProto.from_dict({key: value[rows] for key, value in tensors.items()})
+    data = Batch({key: value[rows] for key, value in tensors.items()})
     tokens = float(sum(length - PROMPT for length in LENGTHS))
     plan = {"micro_batches": micro_batches, "tokens": tokens, "sequences": float(SAMPLES)}
     data.meta_info = {"loss": "sft", "loss_config": None, "optimizer_steps": [plan], "temperature": 1.0}
@@ -110,7 +110,7 @@ def _score_and_export(context: RankContext, family: str, model: Path) -> None:
 
     strategy = context.strategy(model, megatron={"sequence_parallel": context.layout.tensor > 1}, infer=True)
     for side in ("right", "left"):
-        data = DataProto.from_dict(token_batch(side))
+        data = Batch(token_batch(side))
         data.meta_info = {"temperature": TEMPERATURE, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}
         scored = strategy.compute_log_probs(data)
         context.results[f"log_probs/{family}/{side}"] = scored.batch["log_probs"].clone() if len(scored) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.models.families.shape import read_model_shape
 from roll.plan.memory import memory_plans
 from tests.integration.rank_pool import RankContext
@@ -51,7 +51,7 @@ class KeptTensor:
 def run(context: RankContext) -> None:
     """Two steps of each variant; the result has the plan's bytes, those kept in the second step, and of its states."""
     ids = torch.randint(0, 100, (SAMPLES, WIDTH), generator=torch.Generator().manual_seed(1))
-    data = DataProto.from_dict({"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": ids >= 0})
+    data = Batch({"input_ids": ids, "attention_mask": torch.ones_like(ids), "response_mask": ids >= 0})
     plan = {"micro_batches": [[*range(SAMPLES)]], "tokens": float(ids.numel()), "sequences": float(SAMPLES)}
     data.meta_info = {"loss": "sft", "loss_config": None, "temperature": 1.0, "optimizer_steps": [plan]}
     folder = Path(context.arguments["model"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from tests.integration.rank_pool import RankContext
 
 RATE = 1.0
@@ -39,7 +39,7 @@ def one_step_of_each_variant(context: RankContext) -> None:
 
 def _most_likely_tokens(strategy: Any, arguments: Any) -> dict[str, torch.Tensor]:
     """What this rank gives for the whole batch, in micro-batches of unequal size; nothing off the last stage."""
-    data = DataProto.from_dict(dict(arguments["batch"]))
+    data = Batch(dict(arguments["batch"]))
     samples = list(range(len(arguments["batch"]["input_ids"])))
     micro_batches = [samples[:3], samples[3:]]
     data.meta_info = {"temperature": arguments["temperature"], "micro_batches": micro_batches}
@@ -47,10 +47,10 @@ def _most_likely_tokens(strategy: Any, arguments: Any) -> dict[str, torch.Tensor
     return dict(strategy.compute_log_probs(data).batch.items())
 
 
-def _shard(batch: dict[str, torch.Tensor], data_rank: int, data_ranks: int) -> DataProto:
+def _shard(batch: dict[str, torch.Tensor], data_rank: int, data_ranks: int) -> Batch:
     """This data rank's samples, in micro-batches of unequal size; token and sample counts are those of the batch."""
     rows = list(range(data_rank, len(batch["input_ids"]), data_ranks))
-    data = DataProto.from_dict({name: tensor[rows] for name, tensor in batch.items()})
+    data = Batch({name: tensor[rows] for name, tensor in batch.items()})
     indices = list(range(len(rows)))
     plan = {
         "micro_batches": [indices[:1], indices[1:]],

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from tests.integration.rank_pool import RankContext
 
 PROSE = """The harbour was quiet before the first boats came in. A woman in a grey coat walked along the wall, counted
@@ -66,7 +66,7 @@ def score_and_export(context: RankContext) -> None:
     options = {"sequence_parallel": context.layout.tensor > 1}
     for dtype in ("fp32", "bf16"):
         strategy = context.strategy(model, megatron=options, dtype=dtype, infer=dtype == "bf16")
-        data = DataProto.from_dict(token_batch(rows))
+        data = Batch(token_batch(rows))
         data.meta_info = {"temperature": 1.0, "micro_batches": [list(range(len(rows)))]}
         scored = strategy.compute_log_probs(data)
         context.results[dtype] = scored.batch["log_probs"].clone() if len(scored) else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roll.algorithms.preference_options import RewardModelOptions
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_scored
 from tests.integration.megatron_scenario import token_batch
 from tests.integration.rank_pool import RankContext
@@ -52,14 +52,14 @@ def run(context: RankContext) -> None:
 
 
 def _rewards(strategy: Any) -> torch.Tensor | None:
-    data = DataProto.from_dict(collate_scored(sequences()))
+    data = Batch(collate_scored(sequences()))
     data.meta_info = {"temperature": 0.7, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}
     answer = strategy.compute_values(data)
     return answer.batch["values"][data.batch["response_mask"]].clone() if len(answer) else None
 
 
-def _pairs() -> DataProto:
-    data = DataProto.from_dict(collate_scored(sequences()))
+def _pairs() -> Batch:
+    data = Batch(collate_scored(sequences()))
     plan = {"micro_batches": [[0, 1, 4, 5], [2, 3], [6, 7]], "tokens": 8.0, "sequences": 8.0}
     loss = RewardModelOptions(center_rewards_coefficient=CENTERING)
     data.meta_info = {"loss": "bradley_terry", "loss_config": loss, "optimizer_steps": [plan], "temperature": 1.0}

@@ -24,7 +24,7 @@ from roll.configs.roles import (
     MegatronTrainConfig,
     SGLangArguments,
 )
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.processes import descendants
@@ -160,7 +160,7 @@ def disagreement(world: World, role: str, temperature: float) -> float:
         ids[row, :stop] = torch.tensor(prompt + answer.response_ids)
         mask[row, :stop], response[row, start:stop] = 1, 1
         behavior[row, start:stop] = torch.tensor(answer.log_probs)
-    data = DataProto.from_dict(
+    data = Batch(
         {
             "input_ids": ids,
             "attention_mask": mask,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from roll.algorithms.losses import ValueLossConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from tests.integration.megatron_scenario import token_batch, training_batch
 from tests.integration.rank_pool import RankContext
 
@@ -26,7 +26,7 @@ def run(context: RankContext) -> None:
 
 
 def _values(strategy: Any) -> torch.Tensor | None:
-    data = DataProto.from_dict(token_batch())
+    data = Batch(token_batch())
     data.meta_info = {"temperature": 0.7, "micro_batches": [[0, 3, 5], [1, 2, 7, 4], [6]]}
     answer = strategy.compute_values(data)
     return answer.batch["values"].clone() if len(answer) else None
@@ -42,7 +42,7 @@ def _score_and_export(context: RankContext, name: str, folder: Path) -> None:
     strategy.shutdown()
 
 
-def _batch(strategy: Any, context: RankContext, size: int) -> DataProto:
+def _batch(strategy: Any, context: RankContext, size: int) -> Batch:
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     ids = data.batch["input_ids"].float()
     data.batch["returns"] = torch.cos(ids)  # a target that a model of these tokens can learn

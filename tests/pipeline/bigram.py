@@ -12,7 +12,7 @@ from torch import Tensor
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.algorithms.losses import LOSSES, LossScale
 from roll.configs.parallel_layout import ParallelLayout
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
 
 WORDS = 5
@@ -38,7 +38,7 @@ class BigramCluster:
         """Log-probs of all words in place of each token, [b, T, WORDS]; 0 for the first."""
         return torch.nn.functional.pad(self.table.log_softmax(-1)[ids[:, :-1]], (0, 0, 1, 0))
 
-    async def call_shards(self, method: Callable[..., Any], shards: list[DataProto]) -> list[Any]:
+    async def call_shards(self, method: Callable[..., Any], shards: list[Batch]) -> list[Any]:
         """Calls the method of this class with the name of the worker's method."""
         result: list[Any] = await getattr(self, method.__name__)(shards)
         return result
@@ -47,7 +47,7 @@ class BigramCluster:
         """As `call_shards`, with the same arguments for every rank."""
         return await getattr(self, method.__name__)(*args)
 
-    async def compute_log_probs(self, shards: list[DataProto]) -> list[DataProto]:
+    async def compute_log_probs(self, shards: list[Batch]) -> list[Batch]:
         answers = []
         with torch.no_grad():
             for shard in shards:
@@ -61,14 +61,14 @@ class BigramCluster:
                 if shard.meta_info.get("top_k"):
                     top = self.all_log_probs(ids).topk(min(shard.meta_info["top_k"], WORDS))
                     scores |= {"top_ids": top.indices.int(), "top_log_probs": top.values}
-                answers.append(DataProto.from_dict(scores))
+                answers.append(Batch(scores))
         return answers
 
     def outputs(self, ids: Tensor) -> Tensor:
         """What the loss reads."""
         return self.log_probs(ids)
 
-    async def train_step(self, shards: list[DataProto]) -> list[dict[str, float]]:
+    async def train_step(self, shards: list[Batch]) -> list[dict[str, float]]:
         rows: list[dict[str, Tensor]] = []
         for shard in shards:
             (step,) = shard.meta_info["optimizer_steps"]
@@ -88,9 +88,9 @@ class BigramCluster:
         metrics = {name: (each.max() if name.endswith("_max") else each.sum()) for name, each in combined.items()}
         return [{name: float(value) for name, value in metrics.items()}] * len(shards)
 
-    async def train_step_with_log_probs(self, shards: list[DataProto]) -> list[tuple[dict[str, float], DataProto]]:
+    async def train_step_with_log_probs(self, shards: list[Batch]) -> list[tuple[dict[str, float], Batch]]:
         with torch.no_grad():
-            scores = [DataProto.from_dict({"log_probs": self.outputs(shard.batch["input_ids"])}) for shard in shards]
+            scores = [Batch({"log_probs": self.outputs(shard.batch["input_ids"])}) for shard in shards]
         return list(zip(await self.train_step(shards), scores, strict=True))
 
     async def begin_checkpoint(self, folder: str) -> None:
@@ -109,7 +109,7 @@ class BigramCluster:
             self.table -= self._rate * self.table.grad
         self.table.grad = None
 
-    def sample(self, seed: int, samples: int = 8) -> DataProto:
+    def sample(self, seed: int, samples: int = 8) -> Batch:
         """A batch as a rollouter returns it: responses of different lengths, sampled from the current table."""
         generator = torch.Generator().manual_seed(seed)
         lengths = [3 + number % 4 for number in range(samples)]
@@ -130,7 +130,7 @@ class BigramCluster:
         tensors = collate_samples(drawn)
         tensors["scores"] = (tensors["input_ids"] * tensors["response_mask"] == 3).sum(-1).float() - 1
         tensors["group_ids"] = torch.arange(samples) // 4
-        return DataProto.from_dict(tensors)
+        return Batch(tensors)
 
 
 class BigramCritic(BigramCluster):
@@ -147,6 +147,6 @@ class BigramCritic(BigramCluster):
     def outputs(self, ids: Tensor) -> Tensor:
         return self.values(ids)
 
-    async def compute_values(self, shards: list[DataProto]) -> list[DataProto]:
+    async def compute_values(self, shards: list[Batch]) -> list[Batch]:
         with torch.no_grad():
-            return [DataProto.from_dict({"values": self.values(shard.batch["input_ids"])}) for shard in shards]
+            return [Batch({"values": self.values(shard.batch["input_ids"])}) for shard in shards]

@@ -13,7 +13,7 @@ import yaml
 
 from roll.base.errors import ConfigError, RunError
 from roll.configs.pipeline import RLVRConfig, SFTConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.pipeline.extensions import BASES, Extensions, load_extensions
 from roll.pipeline.parts import BatchHook
 from roll.pipeline.run import TrainingLoop
@@ -102,12 +102,12 @@ class Learning(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self.learned: list[DataProto] = []
+        self.learned: list[Batch] = []
 
     async def next_batch(self) -> SampleBatch:
         mask = torch.arange(8) < torch.tensor([1, 4, 7, 8])[:, None]
         tensors = {"response_mask": mask, "attention_mask": mask.long(), "scores": torch.ones(4)}
-        return SampleBatch(DataProto.from_dict(tensors), {"rollout/reward_mean": 1.0})
+        return SampleBatch(Batch(tensors), {"rollout/reward_mean": 1.0})
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         self.learned.append(batch.data)

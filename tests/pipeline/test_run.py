@@ -16,7 +16,7 @@ import torch
 from roll.base.errors import RunError, RunInterrupted
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import BaseConfig, RLVRConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weights.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
@@ -39,7 +39,7 @@ class Counting:
     async def next_batch(self) -> SampleBatch | None:
         self.drawn += 1
         self.events.append(f"batch {self.drawn} at version {self.version}")
-        data = DataProto.from_dict({"attention_mask": torch.ones(2, 3, dtype=torch.int64)})
+        data = Batch({"attention_mask": torch.ones(2, 3, dtype=torch.int64)})
         return SampleBatch(data, {"rollout/reward_mean": float(self.drawn)}, {"generate": 0.5})
 
     async def validate(self) -> dict[str, float]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from scripts.reference_model import Reference, write_random_model
 
 SHAPE = {
@@ -25,6 +25,6 @@ def test_the_reference_computes_the_log_probs_of_transformers(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(write_random_model(tmp_path, SHAPE, "fp32"), dtype=torch.float32)
     ids = torch.randint(0, 101, (3, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = Reference(tmp_path).log_probs(DataProto.from_dict({"input_ids": ids}), 0.7)
+        found = Reference(tmp_path).log_probs(Batch({"input_ids": ids}), 0.7)
         expected = torch.log_softmax(model(ids).logits[:, :-1] / 0.7, -1).gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(found[:, 1:], expected, atol=1e-4, rtol=0)

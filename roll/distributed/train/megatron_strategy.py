@@ -25,7 +25,7 @@ from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_s
 from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train import megatron_checkpoint
 from roll.distributed.train.background_save import BackgroundSave
@@ -124,7 +124,7 @@ class MegatronInferStrategy:
             raise ValueError("model_args.model_name_or_path: not set, and neither is pretrain; name a HF model folder")
         return local_model(path)
 
-    def compute_log_probs(self, data: DataProto) -> DataProto:
+    def compute_log_probs(self, data: Batch) -> Batch:
         """Log-probs and entropies of the given tokens.
 
         Args:
@@ -142,7 +142,7 @@ class MegatronInferStrategy:
         more = ("top_ids", "top_log_probs") if data.meta_info.get("top_k") else ("sum_pi_squared",)
         return self._score(data, ("log_probs", "entropy", *more))
 
-    def compute_values(self, data: DataProto) -> DataProto:
+    def compute_values(self, data: Batch) -> Batch:
         """Values of the states before given tokens; arguments and shapes as for `compute_log_probs`.
 
         Returns:
@@ -151,7 +151,7 @@ class MegatronInferStrategy:
         """
         return self._score(data, ("values",))
 
-    def _score(self, data: DataProto, names: Sequence[str]) -> DataProto:
+    def _score(self, data: Batch, names: Sequence[str]) -> Batch:
         """A forward pass; its outputs under the first of these names."""
         self.states.require("parameters")
         meta = data.meta_info
@@ -159,8 +159,8 @@ class MegatronInferStrategy:
         top_k = int(meta.get("top_k", 0))
         outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
         if outputs is None:
-            return DataProto(TensorDict({}, batch_size=[0]))
-        return DataProto.from_dict(dict(zip(names, outputs, strict=False)))
+            return Batch({})
+        return Batch(dict(zip(names, outputs, strict=False)))
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""
@@ -231,7 +231,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         optimizer_steps: taken so far.
     """
 
-    def train_step(self, data: DataProto) -> dict[str, float]:
+    def train_step(self, data: Batch) -> dict[str, float]:
         """Optimizer steps over this rank's shard.
 
         Args:
@@ -248,7 +248,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         """
         return self._train(data)
 
-    def train_step_with_log_probs(self, data: DataProto) -> tuple[dict[str, float], DataProto]:
+    def train_step_with_log_probs(self, data: Batch) -> tuple[dict[str, float], Batch]:
         """`train_step` with one optimizer step, and `log_probs` [b, T] of its forward passes, from before the update.
 
         Log-probs are 0 where no token is scored, and on all but the last pipeline stage.
@@ -259,9 +259,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         (step,) = data.meta_info["optimizer_steps"]
         for indices, part in zip(step["micro_batches"], kept, strict=False):
             log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part.float().cpu()
-        return metrics, DataProto.from_dict({"log_probs": log_probs})
+        return metrics, Batch({"log_probs": log_probs})
 
-    def _train(self, data: DataProto, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
+    def _train(self, data: Batch, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
         """As `train_step`; adds the log-probs of each micro-batch to `kept`, in their order, if it is given."""
         self.states.require(*ALL_STATES)
         meta = data.meta_info
@@ -285,7 +285,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return over_optimizer_steps(results)
 
     def optimizer_step(
-        self, data: DataProto, micro_batches: list[list[int]], loss: LossFunction, entropy_gradient: bool = False
+        self, data: Batch, micro_batches: list[list[int]], loss: LossFunction, entropy_gradient: bool = False
     ) -> dict[str, float]:
         """One optimizer step on the sum of `loss` over all micro-batches of all data-parallel ranks.
 

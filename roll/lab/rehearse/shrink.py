@@ -17,7 +17,7 @@ from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig
 from roll.lab.rehearse.inputs import Inputs
 from roll.lab.rehearse.model import POSITIONS
-from roll.lab.rehearse.sizes import Batch, Placement, shrink_batch, shrink_layouts
+from roll.lab.rehearse.sizes import Placement, SmallBatch, shrink_batch, shrink_layouts
 
 if TYPE_CHECKING:
     from roll.rollout.source import SampleBatch
@@ -248,7 +248,7 @@ def _shrink_role(edit: _Section, role: EngineRoleConfig | MegatronRoleConfig, pl
         edit.at("model_args").set(NO_GPU, attn_implementation="auto")
 
 
-def _shrink_rl(edit: _Section, config: RLConfig, batch: Batch) -> None:
+def _shrink_rl(edit: _Section, config: RLConfig, batch: SmallBatch) -> None:
     if config.adv_estimator == "pass_at_k":
         edit.set(SMALL, pass_k=min(config.pass_k, batch.group_size - 1))
     if config.uses_critic and config.critic_warmup:
@@ -270,7 +270,7 @@ def _shrink_rl(edit: _Section, config: RLConfig, batch: Batch) -> None:
         edit.at(role, "generating_args").drop(SHORT, "max_new_tokens")
 
 
-def _shrink_rlvr(edit: _Section, config: RLVRConfig, batch: Batch, inputs: Inputs) -> None:
+def _shrink_rlvr(edit: _Section, config: RLVRConfig, batch: SmallBatch, inputs: Inputs) -> None:
     edit.set(SMALL, rollout_batch_size=batch.groups)
     if not config.length_penalty_per_token and SCORED.holds(config, config):
         edit.set(DIFFERS, length_penalty_per_token=LENGTH_PENALTY)
@@ -305,7 +305,7 @@ def _shrink_reward(edit: _Section, config: RLVRConfig, section: _Section, reward
         section.set(OPENED, query_filter_config={"type": "mean_filter", "filter_args": opened})
 
 
-def _shrink_agents(edit: _Section, config: AgenticConfig, batch: Batch, inputs: Inputs) -> None:
+def _shrink_agents(edit: _Section, config: AgenticConfig, batch: SmallBatch, inputs: Inputs) -> None:
     tokens, turns = min(config.response_length or LONGEST, LONGEST), max(inputs.actions.values())
     edit.set(SMALL, rollout_batch_size=batch.groups * batch.group_size)
     if not config.async_training.batch_hook_class and SCORED.holds(config, config):
@@ -349,7 +349,7 @@ def _shrink_environments(edit: _Section, config: AgenticConfig, name: str, group
         section.set(SMALL, max_env_num_per_worker=-(-groups * (size + redundancy) // processes))
 
 
-def _shrink_examples(edit: _Section, config: BaseConfig, inputs: Inputs) -> Batch:
+def _shrink_examples(edit: _Section, config: BaseConfig, inputs: Inputs) -> SmallBatch:
     """Prompts with an answer, or with two; returns the batch, which is one optimizer step."""
     prompt = max(SHORTEST, inputs.prompt_tokens)
     edit.set("the longest prompt of the rehearsal", prompt_length=prompt)
@@ -357,10 +357,10 @@ def _shrink_examples(edit: _Section, config: BaseConfig, inputs: Inputs) -> Batc
     edit.drop("", "response_length")
     training = config.actor_train.training_args
     accumulation = min(training.gradient_accumulation_steps, 2)
-    return Batch(1, 1, min(training.per_device_train_batch_size, 2), accumulation)
+    return SmallBatch(1, 1, min(training.per_device_train_batch_size, 2), accumulation)
 
 
-def _shrink_training(edit: _Section, config: BaseConfig, batch: Batch) -> None:
+def _shrink_training(edit: _Section, config: BaseConfig, batch: SmallBatch) -> None:
     sizes = {"per_device_train_batch_size": batch.micro_batch, "gradient_accumulation_steps": batch.accumulation}
     edit.at("actor_train", "training_args").set(SMALL, **sizes)
     for role, worker in config.trained_roles().items():

@@ -91,7 +91,7 @@ def _filled(role: RoleConfig, least: ParallelLayout, size: int) -> ParallelLayou
 
 
 @dataclass(frozen=True)
-class Batch:
+class SmallBatch:
     """Sizes of one batch; micro-batches are those of one data-parallel rank.
 
     A group has the samples of a prompt or of a task of agents.
@@ -103,7 +103,7 @@ class Batch:
     accumulation: int
 
 
-def shrink_batch(config: RLConfig, data_parallel: int, turns: int = 1) -> Batch:
+def shrink_batch(config: RLConfig, data_parallel: int, turns: int = 1) -> SmallBatch:
     """The batch of a rehearsal on `data_parallel` ranks, with at least one group for every tag of agents.
 
     Every trajectory has `turns` turns, each of which is a sample with `sample_by: step`.
@@ -122,7 +122,7 @@ def shrink_batch(config: RLConfig, data_parallel: int, turns: int = 1) -> Batch:
 
 def smallest_batch(
     groups: int, group_size: int, steps: int, accumulation: int, data_parallel: int, tags: int = 1, turns: int = 1
-) -> Batch:
+) -> SmallBatch:
     """The smallest batch that fills whole optimizer steps: two, or of two micro-batches, where the recipe's has more.
 
     All sizes are powers of two, so that they divide; `turns` is the number of samples of one trajectory.
@@ -130,7 +130,7 @@ def smallest_batch(
     micro_batches = min(steps, 2) * min(accumulation, 2) * data_parallel
     size = min(_power_of_two(group_size + 1) // 2, MAX_GROUP_SIZE)
     small = _power_of_two(max(min(groups, MAX_GROUPS), tags, micro_batches // size))
-    return Batch(small, size, small * size * turns // micro_batches, min(accumulation, 2))
+    return SmallBatch(small, size, small * size * turns // micro_batches, min(accumulation, 2))
 
 
 def _power_of_two(least: int) -> int:

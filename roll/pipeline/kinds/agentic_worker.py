@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.env_pool.pool import EnvPool
 from roll.pipeline.kinds.episode import Task
 from roll.pipeline.kinds.runner import RolloutRunner, run_all
@@ -92,7 +92,7 @@ class AgenticWorker(RolloutWorker):
         """`val/...`, also by environment."""
         return super().validation_metrics(groups) | environment_metrics(groups, "val")
 
-    def batch(self, groups: Sequence[Group]) -> DataProto:
+    def batch(self, groups: Sequence[Group]) -> Batch:
         """One row for each trajectory or turn, and masked rows up to whole optimizer steps."""
         multiple = self._agentic.samples_multiple
         return batch_of_groups(groups, self._agentic.sample_by or "traj", multiple, episodes=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from roll.algorithms.losses import pair_kl
 from roll.algorithms.preference_options import DPOOptions
 from roll.base.schema import part
 from roll.configs.pipeline import DPOConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_examples
 from roll.datasets.preferences import PreferencePair
 from roll.distributed.train.train_worker import TrainWorker
@@ -41,20 +42,24 @@ class DPOLearner(PairLearner):
 
     def __init__(self, config: DPOConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker]) -> None:
         super().__init__(config, actor, part(DPOOptions, config))
-        self._reference, self._reference_config = reference, config.reference
-        self._uses_pair_kl = config.dpo_loss_type == "kto_pair"
+        self._config: DPOConfig = config
+        self._reference = reference
 
-    def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
+    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
         """Prompts and responses; `response_mask` is set on the tokens of responses."""
-        return DataProto.from_dict(collate_examples([one for pair in pairs for one in (pair.chosen, pair.rejected)]))
+        return Batch(collate_examples([one for pair in pairs for one in (pair.chosen, pair.rejected)]))
 
-    async def outputs(self, data: DataProto) -> torch.Tensor:
-        """Log-probs of the policy; with `kto_pair` their `pair_kl` [2 P] is added to the batch."""
+    async def outputs(self, data: Batch) -> torch.Tensor:
+        """Log-probs of the policy."""
         answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
         log_probs: torch.Tensor = answer.batch["log_probs"]
-        if self._uses_pair_kl:
-            data.batch["pair_kl"] = pair_kl(log_probs, data.batch, self._loss_config)
         return log_probs
+
+    def with_means(self, data: Batch, outputs: torch.Tensor) -> Batch:
+        """With `kto_pair`, the pairs with their `pair_kl` [2 P]."""
+        if self._config.dpo_loss_type != "kto_pair":
+            return data
+        return data.adding({"pair_kl": pair_kl(outputs, data.batch, self._loss_config)})
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Log-probs of the reference, with `kto_pair` also those of the policy for its means, then the optimizer step.
@@ -62,17 +67,15 @@ class DPOLearner(PairLearner):
         These means are over the whole batch, whose micro-batches the training pass sees one at a time.
         """
         with clock.measure("old_log_probs"):
-            await self._add_reference(batch.data)
-            if self._uses_pair_kl:
-                await self.outputs(batch.data)
-        return await super().learn(batch, step, clock)
+            data = await self._with_reference(batch.data)
+            if self._config.dpo_loss_type == "kto_pair":
+                data = self.with_means(data, await self.outputs(data))
+        return await super().learn(replace(batch, data=data), step, clock)
 
-    async def validate(self, data: DataProto) -> dict[str, float]:
+    async def validate(self, data: Batch) -> dict[str, float]:
         """The gains of held-out responses over the reference."""
-        await self._add_reference(data)
-        return await super().validate(data)
+        return await super().validate(await self._with_reference(data))
 
-    async def _add_reference(self, data: DataProto) -> None:
-        data.meta_info["temperature"] = 1.0
-        answer = await cluster_log_probs(self._reference, data, self._reference_config)
-        data.batch["ref_log_probs"] = answer.batch["log_probs"] * data.batch["response_mask"]
+    async def _with_reference(self, data: Batch) -> Batch:
+        answer = await cluster_log_probs(self._reference, data, self._config.reference)
+        return data.adding({"ref_log_probs": answer.batch["log_probs"] * data.batch["response_mask"]})

@@ -17,7 +17,7 @@ from roll.base.errors import RunError
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import PreferenceConfig, role_seed
 from roll.configs.roles import TrainedRoleConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
 from roll.datasets.preferences import PreferencePair, load_preferences
 from roll.datasets.prompts import PromptSampler
@@ -90,28 +90,32 @@ class PairLearner(ActorLearner, ABC):
         self._config, self._loss_config = config, loss_config
 
     @abstractmethod
-    def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
+    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
         """The tensors of P pairs [2 P, T]: the better response of pair i in row 2 i, the worse one in the next."""
 
     @abstractmethod
-    async def outputs(self, data: DataProto) -> torch.Tensor:
+    async def outputs(self, data: Batch) -> torch.Tensor:
         """What the current weights give for the tokens of pairs, [2 P, T]."""
+
+    def with_means(self, data: Batch, outputs: torch.Tensor) -> Batch:
+        """The pairs with what the loss needs to know of all of them; here nothing."""
+        return data
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Returns `actor/...` of the pairs."""
-        data = batch.data
-        data.meta_info |= {"temperature": 1.0, "loss": self.loss, "loss_config": self._loss_config}
+        data, options = batch.data, {"temperature": 1.0, "loss": self.loss, "loss_config": self._loss_config}
         (plan,) = pair_plans(data, self._config.actor_train)
         with clock.measure("train"):
-            metrics = (await self._actor.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0]
+            shards = training_shards(data, plan, options)
+            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
         return {f"actor/{name}": value for name, value in metrics.items()}
 
-    async def validate(self, data: DataProto) -> dict[str, float]:
+    async def validate(self, data: Batch) -> dict[str, float]:
         """`val/loss`, `val/accuracy` and `val/margin` of pairs under the current weights."""
-        data.meta_info["temperature"] = 1.0
         scale = LossScale.of(data.batch["response_mask"], self._config.max_sequence_length)
         outputs = await self.outputs(data)
-        loss, metrics = LOSSES[self.loss](outputs, None, data.batch, scale, self._loss_config)
+        batch = self.with_means(data, outputs).batch
+        loss, metrics = LOSSES[self.loss](outputs, None, batch, scale, self._loss_config)
         return {"val/loss": float(loss), **{f"val/{name}": float(metrics[name]) for name in ("accuracy", "margin")}}
 
 
@@ -129,7 +133,7 @@ class PairSamples(StoredSamples[PreferencePair]):
         super().__init__(pairs, PromptSampler(len(pairs), seed, shuffle), config.actor_train.samples_per_optimizer_step)
         self._validation, self._learner = validation, learner
 
-    def collate(self, items: Sequence[PreferencePair]) -> DataProto:
+    def collate(self, items: Sequence[PreferencePair]) -> Batch:
         """The tensors of these pairs."""
         return self._learner.collate(items)
 
@@ -138,7 +142,7 @@ class PairSamples(StoredSamples[PreferencePair]):
         return await self._learner.validate(self.collate(self._validation))
 
 
-def pair_plans(data: DataProto, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
+def pair_plans(data: Batch, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over a batch of pairs, with both rows of a pair in the same micro-batch.
 
     `per_device_train_batch_size` counts pairs; a token limit counts the tokens of all rows.

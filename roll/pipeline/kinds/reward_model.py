@@ -10,7 +10,7 @@ import torch
 from roll.algorithms.preference_options import RewardModelOptions
 from roll.base.schema import part
 from roll.configs.pipeline import RewardModelConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_scored
 from roll.datasets.preferences import PreferencePair
 from roll.distributed.train.train_worker import TrainWorker
@@ -38,12 +38,12 @@ class RewardModelLearner(PairLearner):
     def __init__(self, config: RewardModelConfig, actor: Cluster[TrainWorker]) -> None:
         super().__init__(config, actor, part(RewardModelOptions, config))
 
-    def collate(self, pairs: Sequence[PreferencePair]) -> DataProto:
+    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
         """Prompts and responses; `response_mask` is set on the token after them."""
         both = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
-        return DataProto.from_dict(collate_scored([[*one.prompt_ids, *one.response_ids] for one in both]))
+        return Batch(collate_scored([[*one.prompt_ids, *one.response_ids] for one in both]))
 
-    async def outputs(self, data: DataProto) -> torch.Tensor:
+    async def outputs(self, data: Batch) -> torch.Tensor:
         """Values of the model."""
         answer = await forward(self._actor, TrainWorker.compute_values, data, self._config.actor_train)
         values: torch.Tensor = answer.batch["values"]

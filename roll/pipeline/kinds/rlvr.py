@@ -12,7 +12,7 @@ from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.rewards import domain_of, truths_read
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
@@ -140,7 +140,7 @@ class RLVRWorker(RolloutWorker):
         """`val/...`, also what the rewards report."""
         return super().validation_metrics(groups) | reported_metrics(groups, "val")
 
-    def batch(self, groups: Sequence[Group]) -> DataProto:
+    def batch(self, groups: Sequence[Group]) -> Batch:
         """The tensors that the learner takes, with the score of each reward if the advantages need them."""
         rewards = self._rewards if self._uses_parts else ()
         return batch_of_groups(groups, multiple=self._config.samples_multiple, rewards=rewards)

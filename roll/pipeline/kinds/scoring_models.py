@@ -12,7 +12,7 @@ import torch
 from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import template_variables
@@ -54,8 +54,7 @@ class RewardModel:
             ClusterError: a rank failed or did not answer in time.
         """
         missing = max(0, self.client.layout.data - len(sequences))
-        data = DataProto.from_dict(collate_scored([*sequences, *[sequences[-1]] * missing]))  # each rank has a sample
-        data.meta_info["temperature"] = 1.0
+        data = Batch(collate_scored([*sequences, *[sequences[-1]] * missing]))  # each rank has a sample
         values = (await forward(self.client, TrainWorker.compute_values, data, self.config)).batch["values"]
         ends = torch.tensor([len(sequence) for sequence in sequences])
         scores: list[float] = values[torch.arange(len(sequences)), ends].tolist()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from roll.base.errors import RunError
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import SFTConfig, role_seed
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_examples
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
@@ -89,7 +89,7 @@ class StoredSamples(ABC, Generic[ItemT]):
         self._items, self._sampler, self._batch_size = items, sampler, batch_size
 
     @abstractmethod
-    def collate(self, items: Sequence[ItemT]) -> DataProto:
+    def collate(self, items: Sequence[ItemT]) -> Batch:
         """The tensors of these items."""
 
     @abstractmethod
@@ -130,14 +130,13 @@ class SFTSamples(StoredSamples[SFTExample]):
         super().__init__(examples, sampler, config.actor_train.samples_per_optimizer_step)
         self._config, self._validation, self._actor = config, validation, actor
 
-    def collate(self, items: Sequence[SFTExample]) -> DataProto:
+    def collate(self, items: Sequence[SFTExample]) -> Batch:
         """The tensors of these examples."""
-        return DataProto.from_dict(collate_examples(items))
+        return Batch(collate_examples(items))
 
     async def validate(self) -> dict[str, float]:
         """`val/loss`: mean negative log-prob of an answer token, in nats."""
         data = self.collate(self._validation)
-        data.meta_info["temperature"] = 1.0
         answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
         mask = data.batch["response_mask"]
         return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
@@ -152,10 +151,9 @@ class SFTLearner(ActorLearner):
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """Returns `actor/loss` and the metrics of the optimizer."""
-        data = batch.data
-        data.meta_info |= {"temperature": 1.0, "loss": "sft", "loss_config": None}
+        data, options = batch.data, {"temperature": 1.0, "loss": "sft", "loss_config": None}
         (plan,) = training_plans(data, self._config.actor_train, self._actor.platform)
         with clock.measure("train"):
-            shards = training_shards(data, plan)
+            shards = training_shards(data, plan, options)
             metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
         return {f"actor/{name}": value for name, value in metrics.items()}

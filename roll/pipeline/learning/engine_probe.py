@@ -66,8 +66,8 @@ class EngineProbe:
         if not groups:
             return
         data = batch_of_groups(groups, multiple=role.layout.data)
-        data.meta_info["temperature"] = self.config.actor_infer.generating_args.temperature
-        batch, own = data.batch, (await cluster_log_probs(self.actor, data, role)).batch
+        temperature = self.config.actor_infer.generating_args.temperature
+        batch, own = data.batch, (await cluster_log_probs(self.actor, data, role, temperature)).batch
         tokens = TokenLogProbs(batch["behavior_log_probs"], own["log_probs"], own["entropy"], batch["position_ids"])
         masks = [batch["response_mask"] & (batch["group_ids"] == number)[:, None] for number in range(len(groups))]
         named = {group.name: tokens.where(mask) for group, mask in zip(groups, masks, strict=True)}

@@ -12,9 +12,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from roll.algorithms.advantages import (
     GREEDY_KEYS,
@@ -42,7 +43,7 @@ from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
 from roll.configs.log_prob_passes import training_gives_old_log_probs
 from roll.configs.pipeline import RLConfig, role_seed
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.actor_learner import ActorLearner
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NO_OP_TOLERANCE = 1e-6
 """Ratios this close to 1 over a whole batch correct nothing."""
@@ -98,6 +101,9 @@ class RLLearner(ActorLearner):
         self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._statistics = RunStatistics()
         self._separate_pass = type(self) is not RLLearner
+        self._temperature = config.actor_infer.generating_args.temperature
+        self._written: Batch | None = None
+        """The samples of this step with what is known of them, for `rollout_dump_dir`."""
         self._dumping: Awaitable[None] | None = None
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
@@ -115,26 +121,30 @@ class RLLearner(ActorLearner):
         data = batch.data
         warming = self._critic is not None and step <= self._config.critic_warmup
         given = range(0) if warming else self._given_by_training(data)
-        data.meta_info["temperature"] = self._config.actor_infer.generating_args.temperature
-        await self._with_critic(
-            self._add_log_probs(data, given, clock), lambda critic: self._add_values(data, critic, clock)
+        log_probs, values = await self._with_critic(
+            self._log_probs(data, given, clock), lambda critic: self._values(data, critic, clock)
         )
+        old = log_probs["old_log_probs"]
         with clock.measure("advantages"):
-            metrics = self._add_learned(data)
-            metrics |= {} if given else self._add_correction(data)
-            metrics |= self._add_advantages(data)
-            self._add_high_covariance(data, step)
+            learned, metrics = self._learned(data)
+            mask = data.batch["response_mask"] if learned is None else data.batch["response_mask"] & learned[:, None]
+            corrected, apart = ({}, {}) if given else self._correction(data, old, mask)
+            credited, shaped = self._advantages(data, learned, mask, log_probs | values | corrected)
+            chosen = self._chosen_tokens(old, credited["advantages"], mask, step)
+        metrics |= apart | shaped
         self._warn_of_equal_scores(metrics, batch.metrics)
+        ready = data.adding(log_probs | values | corrected | credited | chosen)
+        self._written = ready.without("old_log_probs") if given else ready
         try:
-            trained = await self._with_critic(
-                _nothing() if warming else self._train(_learned(data), given, clock),
-                lambda critic: self._train_critic(_learned(data), critic, clock),
+            trained, critic_trained = await self._with_critic(
+                _nothing() if warming else self._train(ready, mask, given, clock),
+                lambda critic: self._train_critic(ready, mask, critic, clock),
             )
         except Exception:
-            await asyncio.gather(self._dump(data, step), return_exceptions=True)
+            await asyncio.gather(self._dump(step), return_exceptions=True)
             raise
-        self._dumping = self._dump(data, step)
-        metrics = metrics | trained[0] | trained[1]
+        self._dumping = self._dump(step)
+        metrics |= trained | critic_trained
         if warming:
             self._steps_without_gradient += 1
             return metrics
@@ -154,9 +164,9 @@ class RLLearner(ActorLearner):
             )
 
     async def _with_critic(
-        self, actor: Awaitable[dict[str, float]], critic: Callable[[Cluster[TrainWorker]], Awaitable[dict[str, float]]]
-    ) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics of the actor's work and of the critic's; at the same time where they have their own devices."""
+        self, actor: Awaitable[dict[str, T]], critic: Callable[[Cluster[TrainWorker]], Awaitable[dict[str, T]]]
+    ) -> tuple[dict[str, T], dict[str, T]]:
+        """What the actor's work and the critic's give; at the same time where they have their own devices."""
         if self._critic is None:
             return await actor, {}
         if self._config.critic_apart:
@@ -164,12 +174,12 @@ class RLLearner(ActorLearner):
             return done[0], done[1]
         return await actor, await critic(self._critic)
 
-    def _dump(self, data: DataProto, step: int) -> Awaitable[None]:
+    def _dump(self, step: int) -> Awaitable[None]:
         """Writes the samples on a thread, while the weights are sent."""
+        folder, keep, data = self._config.rollout_dump_dir, self._config.rollout_dump_steps, self._written
 
         def write() -> None:
-            folder, keep = self._config.rollout_dump_dir, self._config.rollout_dump_steps
-            if folder is not None and keep != 0:
+            if folder is not None and keep != 0 and data is not None:
                 dump_samples(data, Path(folder), step, keep)
 
         return asyncio.ensure_future(asyncio.to_thread(write))
@@ -178,13 +188,13 @@ class RLLearner(ActorLearner):
         """Waits until the samples are written; returns `memory/...`."""
         if self._dumping is not None:
             await self._dumping
-            self._dumping = None
+            self._dumping = self._written = None
         return await super().finish_step()
 
     # 1. Log-probs
 
-    def _given_by_training(self, data: DataProto) -> range:
-        """The samples whose old log-probs the first optimizer step gives: its own, if nothing reads them before it.
+    def _given_by_training(self, data: Batch) -> range:
+        """Samples whose old log-probs the first optimizer step with real samples gives, instead of a pass of their own.
 
         In the first step of a run there are none, because it compares both passes.
         """
@@ -194,102 +204,99 @@ class RLLearner(ActorLearner):
         first = live_steps(data, size)[0] * size
         return range(first, first + size)
 
-    async def _add_log_probs(self, data: DataProto, given: range, clock: StepClock) -> dict[str, float]:
-        """Adds `old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T]; no metrics.
+    async def _log_probs(self, data: Batch, given: range, clock: StepClock) -> dict[str, Tensor]:
+        """`old_log_probs` [B, T] (log p) and, where a KL term is on, `ref_log_probs` [B, T].
 
-        Old log-probs of the samples `given` by training are 0 until then. With `opd_top_k` also adds the teacher's most
+        Old log-probs of the samples `given` by training are 0. With `opd_top_k` there are also the teacher's most
         likely tokens, see `roll.algorithms.distillation`.
         """
-        mask = data.batch["response_mask"]
+        mask, behavior = data.batch["response_mask"], data.batch["behavior_log_probs"]
         with clock.measure("old_log_probs"):
-            if self._loss_config.bypass:
-                data.batch["old_log_probs"] = data.batch["behavior_log_probs"].clone()
-            else:
-                data.batch["old_log_probs"] = torch.zeros(mask.shape)
-                squares = self._config.uses_sum_pi_squared
-                rows = [row for row in range(len(data)) if row not in given]
-                if rows:
-                    part = data.select_idxs(rows) if given else data
-                    answer = await cluster_log_probs(self._actor, part, self._config.actor_train, squares)
-                    data.batch["old_log_probs"][rows] = answer.batch["log_probs"] * mask[rows]
-                if squares:  # with which training gives none
-                    data.batch[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
+            found = {"old_log_probs": behavior} if self._loss_config.bypass else await self._old_log_probs(data, given)
             if self._reference is not None:
-                top_k = self._config.opd_top_k or 0
-                answer = await cluster_log_probs(self._reference, data, self._config.reference, top_k=top_k)
-                data.batch["ref_log_probs"] = answer.batch["log_probs"] * mask
+                top_k, role = self._config.opd_top_k or 0, self._config.reference
+                answer = await cluster_log_probs(self._reference, data, role, self._temperature, top_k=top_k)
+                found["ref_log_probs"] = answer.batch["log_probs"] * mask
                 if top_k:
-                    data.batch[TEACHER_TOP_IDS] = answer.batch["top_ids"]
-                    data.batch[TEACHER_TOP_LOG_PROBS] = answer.batch["top_log_probs"]
-            check_finite(data)
-        return {}
+                    found[TEACHER_TOP_IDS] = answer.batch["top_ids"]
+                    found[TEACHER_TOP_LOG_PROBS] = answer.batch["top_log_probs"]
+            check_finite(mask, {"behavior_log_probs": behavior, **found})
+        return found
 
-    async def _add_values(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
-        """Adds `values` [B, T] of the critic as it is now, however old the samples are; no metrics."""
+    async def _old_log_probs(self, data: Batch, given: range) -> dict[str, Tensor]:
+        mask, squares = data.batch["response_mask"], self._config.uses_sum_pi_squared
+        found, rows = {"old_log_probs": torch.zeros(mask.shape)}, [row for row in range(len(data)) if row not in given]
+        if rows:
+            part, role = data.select_idxs(rows) if given else data, self._config.actor_train
+            answer = await cluster_log_probs(self._actor, part, role, self._temperature, squares)
+            found["old_log_probs"][rows] = answer.batch["log_probs"] * mask[rows]
+        if squares:  # with which training gives none
+            found[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
+        return found
+
+    async def _values(self, data: Batch, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, Tensor]:
+        """`values` [B, T] of the critic as it is now, however old the samples are."""
+        mask = data.batch["response_mask"]
         with clock.measure("values"):
-            answer = await forward(critic, TrainWorker.compute_values, data, self._config.critic)
-            data.batch["values"] = answer.batch["values"] * data.batch["response_mask"]
-            check_finite(data)
-        return {}
+            answer = await forward(critic, TrainWorker.compute_values, data, self._config.critic, self._temperature)
+            values = answer.batch["values"] * mask
+            check_finite(mask, {"values": values})
+        return {"values": values}
 
     # 2. Samples that stay in the loss, and correction
 
-    def _add_learned(self, data: DataProto) -> dict[str, float]:
-        """Adds `learned` [B], the samples that stay in the loss, where `max_len_mask` or `difficulty_mask` is on."""
+    def _learned(self, data: Batch) -> tuple[Tensor | None, dict[str, float]]:
+        """The samples that stay in the loss [B], where `max_len_mask` or `difficulty_mask` is on; and their share."""
         config, batch = self._config, data.batch
         if not config.max_len_mask and not config.difficulty_mask:
-            return {}
+            return None, {}
         learned = learned_samples(
             batch["scores"], batch["group_ids"], batch["trajectory_ids"], batch["truncated"], config
         )
         real = batch["response_mask"].bool().any(-1)
-        batch["learned"] = learned
-        return {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
+        return learned, {"advantage/learned_samples": float((learned & real).sum() / real.sum().clamp(min=1))}
 
-    def _add_correction(self, data: DataProto) -> dict[str, float]:
-        """Adds weights and kept tokens of the correction [B, T]; returns how far p is from mu.
+    def _correction(self, data: Batch, proximal: Tensor, learned: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Weights and kept tokens of the correction [B, T], and how far p is from mu.
 
-        With bypass there is no p: the loss computes the correction against pi.
+        The correction counts all response tokens, its normalization only the `learned` ones [B, T], which stay in the
+        loss. With bypass there is no p: the loss computes the correction against pi.
         """
         if self._loss_config.bypass:
-            return {}
-        proximal, behavior = data.batch["old_log_probs"], data.batch["behavior_log_probs"]
-        mask, options = data.batch["response_mask"], self._loss_config.correction
-        weights = kept = None
+            return {}, {}
+        behavior, mask, options = data.batch["behavior_log_probs"], data.batch["response_mask"], self._config.correction
+        found, weights, kept = {}, None, None
         if options.active:
             turns = data.batch.get("turn_index", None)
             correction = off_policy_correction(proximal, behavior, mask, options, turns)
-            correction = batch_correction(
-                correction, proximal, behavior, _learned(data).batch["response_mask"], options
-            )
-            data.batch["correction_weights"], data.batch["correction_kept"] = correction.weights, correction.kept
+            correction = batch_correction(correction, proximal, behavior, learned, options)
+            found = {"correction_weights": correction.weights, "correction_kept": correction.kept}
             weights, kept = correction.weights if options.weighted else None, correction.kept
-        metrics = diagnostics(proximal, behavior, mask, weights, kept)
         if not self._updated:
-            p99 = self._config.p99_logprob_mismatch
-            check_engine(Mismatch.between(proximal, behavior, mask, p99), self._config)
-        return metrics
+            check_engine(Mismatch.between(proximal, behavior, mask, self._config.p99_logprob_mismatch), self._config)
+        return found, diagnostics(proximal, behavior, mask, weights, kept)
 
     # 3. Advantages
 
-    def _add_advantages(self, data: DataProto) -> dict[str, float]:
-        """Adds `advantages` and `returns` [B, T]; adapts the KL coefficient."""
-        options = self._loss_config.correction
+    def _advantages(
+        self, data: Batch, learned: Tensor | None, mask: Tensor, found: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """`advantages` and `returns` [B, T] from the batch and what was `found` for it; adapts the KL coefficient."""
         result = compute_advantages(
             data.batch["scores"],
             data.batch["group_ids"],
             data.batch["response_mask"],
             self._advantage_config,
-            log_probs=data.batch.get("old_log_probs", None),
-            ref_log_probs=data.batch.get("ref_log_probs", None),
+            log_probs=found["old_log_probs"],
+            ref_log_probs=found.get("ref_log_probs"),
             kl_coef=self._kl.coefficient,
             turns=read_turns(data.batch),
-            learned=data.batch.get("learned", None),
-            values=data.batch.get("values", None),
+            learned=learned,
+            values=found.get("values"),
             greedy=read_greedy(data.batch),
             reward_parts=data.batch.get(REWARD_PARTS, None),
-            sum_pi_squared=data.batch.get(SUM_PI_SQUARED, None),
-            correction_weights=data.batch.get("correction_weights", None) if options.weighted else None,
+            sum_pi_squared=found.get(SUM_PI_SQUARED),
+            correction_weights=found.get("correction_weights") if self._config.correction.weighted else None,
             statistics=self._statistics,
             tag_names=data.non_tensor_batch[TAG].tolist() if TAG in data.non_tensor_batch else None,
         )
@@ -297,83 +304,90 @@ class RLLearner(ActorLearner):
         if self._config.add_token_level_kl:
             samples = int(data.batch["response_mask"].bool().any(-1).sum())
             self._kl.update(result.metrics["advantage/token_kl"], samples)
-        data.batch["advantages"], data.batch["returns"] = result.advantages, result.returns
         if self._critic is not None:
-            mask = _learned(data).batch["response_mask"]
-            result.metrics["critic/explained_variance"] = explained_variance(data.batch["values"], result.returns, mask)
-        return result.metrics
+            result.metrics["critic/explained_variance"] = explained_variance(found["values"], result.returns, mask)
+        return {"advantages": result.advantages, "returns": result.returns}, result.metrics
 
-    def _add_high_covariance(self, data: DataProto, step: int) -> None:
-        """Adds `high_covariance` [B, T] for the losses that read it."""
-        if "old_log_probs" not in data.batch.keys():
-            return
-        mask, seed = _learned(data).batch["response_mask"], role_seed(self._config.seed, "high_covariance", step)
-        chosen = self._loss_config.chosen_tokens(data.batch["old_log_probs"], data.batch["advantages"], mask, seed)
-        if chosen is not None:
-            data.batch["high_covariance"] = chosen
+    def _chosen_tokens(self, old: Tensor, advantages: Tensor, mask: Tensor, step: int) -> dict[str, Tensor]:
+        """`high_covariance` [B, T] for the losses that read it."""
+        seed = role_seed(self._config.seed, "high_covariance", step)
+        chosen = self._loss_config.chosen_tokens(old, advantages, mask, seed)
+        return {} if chosen is None else {"high_covariance": chosen}
 
     # 4. Training
 
-    async def _train(self, data: DataProto, given: range, clock: StepClock) -> dict[str, float]:
-        """All optimizer steps of the batch; returns `actor/...`, and `correction/...` if that was not known before.
+    async def _train(self, ready: Batch, mask: Tensor, given: range, clock: StepClock) -> dict[str, float]:
+        """All optimizer steps on the tokens of `mask`; returns `actor/...`, and `correction/...` where that is new.
 
-        `data` gets the old log-probs of the samples `given` by the first optimizer step, and the correction against
-        them.
+        The first one gives the old log-probs of the samples `given`, and the others are corrected against them.
         """
+        steps: list[dict[str, float]] = []
+        metrics: dict[str, float] = {}
         with clock.measure("train"):
+            data = self._training_data(ready, mask)
             plans = training_plans(data, self._config.actor_train, self._actor.platform) * self._config.ppo_epochs
-            steps, metrics = [], {}
             if given:
-                steps.append(await self._first_optimizer_step(data, plans.pop(0), given))
-                metrics = self._add_correction(data)
+                first, old = await self._first_optimizer_step(data, plans.pop(0), given)
+                self._written = ready = ready.adding({"old_log_probs": old})
+                check_finite(mask, {"old_log_probs": old})
+                corrected, metrics = self._correction(ready.adding({"response_mask": mask}), old, mask)
+                self._written = ready = ready.adding(corrected)
+                data = self._training_data(ready, mask)
+                steps.append(first)
             if plans:
                 steps += await self._optimizer_steps(data, plans)
         means = {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
         return means | metrics
 
-    async def _first_optimizer_step(self, data: DataProto, plan: OptimizerStepPlan, given: range) -> dict[str, float]:
-        """Metrics of the optimizer step that gives the old log-probs of its samples, which are written into `data`."""
-        old = data.batch.pop("old_log_probs")  # incomplete until then, so a failure leaves none to be written
-        config = replace(self._loss_config, first_step=True)
-        shards = training_shards(self._training_data(data, config), plan)
+    async def _first_optimizer_step(
+        self, data: Batch, plan: OptimizerStepPlan, given: range
+    ) -> tuple[dict[str, float], Tensor]:
+        """Metrics of the optimizer step that gives old log-probs of samples, and those of the whole batch [B, T]."""
+        options = self._loss_options(replace(self._loss_config, first_step=True))
+        shards = training_shards(data.without("old_log_probs"), plan, options)
         answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
-        log_probs = DataProto.concat([each for _, each in answers]).reorder(torch.tensor(plan.inverse))
-        rows = list(given)
-        old[rows] = log_probs.batch["log_probs"] * data.batch["response_mask"][rows]
-        data.batch["old_log_probs"] = old
-        check_finite(data)
-        return answers[0][0]
+        log_probs = Batch.join([each for _, each in answers], plan.inverse).batch["log_probs"]
+        old, rows = data.batch["old_log_probs"].clone(), list(given)
+        old[rows] = log_probs * data.batch["response_mask"][rows]
+        return answers[0][0], old
 
-    async def _optimizer_steps(self, data: DataProto, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:
+    async def _optimizer_steps(self, data: Batch, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:
         counted = data.batch["correction_kept"] if self._config.correction.renormalize else None
-        data = self._training_data(data, self._loss_config)
-        steps = []
+        options, steps = self._loss_options(self._loss_config), []
         for plan in plans:
-            answers = await self._actor.call_shards(TrainWorker.train_step, training_shards(data, plan, counted))
-            steps.append(finalize(answers[0]))
+            shards = training_shards(data, plan, options, counted)
+            steps.append(finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0]))
             if not self._updated:
                 check_first_update(steps[-1], self._loss_config, self._config)
                 self._updated = True
         return steps
 
-    async def _train_critic(self, data: DataProto, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, float]:
-        """All optimizer steps of the critic on the batch; returns `critic/...`."""
-        whole, data = data, data.select(*LOG_PROB_KEYS, "returns", "values")
-        data.meta_info |= {"loss": "value", "loss_config": self._value_loss_config}
+    async def _train_critic(
+        self, ready: Batch, mask: Tensor, critic: Cluster[TrainWorker], clock: StepClock
+    ) -> dict[str, float]:
+        """All optimizer steps of the critic on the tokens of `mask`; returns `critic/...`."""
+        ready = ready.adding({"response_mask": mask})
+        data = ready.select(*LOG_PROB_KEYS, "returns", "values")
+        options = {"temperature": self._temperature, "loss": "value", "loss_config": self._value_loss_config}
         steps: list[dict[str, float]] = []
         with clock.measure("train_critic"):
-            for plan in training_plans(whole, self._config.critic, critic.platform) * self._config.ppo_epochs:
-                steps.append((await critic.call_shards(TrainWorker.train_step, training_shards(data, plan)))[0])
+            for plan in training_plans(ready, self._config.critic, critic.platform) * self._config.ppo_epochs:
+                shards = training_shards(data, plan, options)
+                steps.append((await critic.call_shards(TrainWorker.train_step, shards))[0])
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
-    def _training_data(self, data: DataProto, config: PolicySettings) -> DataProto:
+    def _training_data(self, ready: Batch, mask: Tensor) -> Batch:
         """What ranks need: all but tensors of turns, greedy responses and rewards, which only advantages use."""
         unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
-        if config.reads_turns:
+        if self._loss_config.reads_turns:
             unused -= {"turn_index"}
-        selected = data.select(*(key for key in data.tensors() if key not in unused))
-        selected.meta_info |= {"loss": "policy", "loss_config": config}
-        return selected
+        own = {"response_mask": mask}
+        if "correction_kept" in ready:  # the correction counts all tokens, the loss only those of `mask`
+            own["correction_kept"] = ready.batch["correction_kept"] & mask
+        return ready.without(*unused).adding(own)
+
+    def _loss_options(self, config: PolicySettings) -> dict[str, Any]:
+        return {"temperature": self._temperature, "loss": "policy", "loss_config": config}
 
     # 5. Checks
 
@@ -428,22 +442,11 @@ class RLLearner(ActorLearner):
         self._updated = bool(state.get("updated", True))
 
 
-async def _nothing() -> dict[str, float]:
+async def _nothing() -> dict[str, Any]:
     return {}
 
 
-def _learned(data: DataProto) -> DataProto:
-    """The batch without the response tokens of samples that are left out of the loss; `data` itself is unchanged."""
-    if "learned" not in data.batch.keys():
-        return data
-    batch = data.batch.clone(recurse=False)
-    batch["response_mask"] = batch["response_mask"] & batch["learned"][:, None]
-    if "correction_kept" in batch.keys():  # the correction counts all tokens, the loss only learned ones
-        batch["correction_kept"] = batch["correction_kept"] & batch["response_mask"]
-    return DataProto(batch, data.non_tensor_batch, data.meta_info)
-
-
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(R - V) / Var(R) over the tokens of the mask [B, T]: 1 for exact values, 0 for constant ones.
 
     0 also where all returns are equal.

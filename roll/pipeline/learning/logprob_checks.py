@@ -17,7 +17,6 @@ from roll.algorithms.policy_options import PolicySettings
 from roll.base.errors import RunError
 from roll.configs.defaults import default_mismatch
 from roll.configs.pipeline import RLConfig
-from roll.datasets.batch import DataProto
 
 BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
@@ -40,16 +39,20 @@ SOURCES = {
 """Tensor of log-probs, or of values -> the role that computed it."""
 
 
-def check_finite(data: DataProto) -> None:
+def check_finite(response_mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
     """Every log-prob and value of a response token is a number: ratios and returns of infinite ones would be NaN.
+
+    Args:
+        response_mask: [B, T].
+        values: [B, T] by name; those of `SOURCES` are checked.
 
     Raises:
         RunError: with the role that computed the others, and their samples.
     """
-    mask = data.batch["response_mask"].bool()
+    mask = response_mask.bool()
     for name, role in SOURCES.items():
-        if name in data.batch.keys():
-            bad = (mask & ~data.batch[name].isfinite()).any(-1).nonzero().flatten().tolist()
+        if name in values:
+            bad = (mask & ~values[name].isfinite()).any(-1).nonzero().flatten().tolist()
             if bad:
                 raise RunError(
                     f"{name} of {role} are infinite or NaN in {len(bad)} of {len(mask)} samples, sample {bad[0]} "

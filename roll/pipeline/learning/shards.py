@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.train.train_worker import TrainWorker
@@ -27,31 +27,33 @@ LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 async def cluster_log_probs(
     cluster: Cluster[TrainWorker],
-    data: DataProto,
+    data: Batch,
     config: MegatronRoleConfig,
+    temperature: float = 1.0,
     sum_pi_squared: bool = False,
     top_k: int = 0,
-) -> DataProto:
+) -> Batch:
     """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
 
     With `sum_pi_squared`, a tensor of that name too, and with `top_k`, the most likely tokens; see
     `MegatronInferStrategy.compute_log_probs`.
     """
     options = {"sum_pi_squared": sum_pi_squared, "top_k": top_k}
-    return await forward(cluster, TrainWorker.compute_log_probs, data, config, **options)
+    return await forward(cluster, TrainWorker.compute_log_probs, data, config, temperature, **options)
 
 
 async def forward(
     cluster: ClusterClient[TrainWorker],
-    method: Callable[[TrainWorker, DataProto], DataProto],
-    data: DataProto,
+    method: Callable[[TrainWorker, Batch], Batch],
+    data: Batch,
     config: MegatronRoleConfig,
+    temperature: float = 1.0,
     **options: bool | int,
-) -> DataProto:
+) -> Batch:
     """What a forward pass of a cluster gives for every sample, in the order of `data`.
 
-    `method` of its ranks reads temperature, micro-batches and `options` of `meta_info`; the role `config` has the size
-    of micro-batches.
+    `method` of its ranks reads `temperature`, micro-batches and `options` of `meta_info`; the role `config` has the
+    size of micro-batches.
     """
     limit = config.forward_token_limit
     masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
@@ -70,19 +72,18 @@ async def forward(
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = inputs.select_idxs(indices)
-        shard.meta_info = {"temperature": data.meta_info["temperature"], "micro_batches": micro_batches, **options}
+        shard.meta_info = {"temperature": temperature, "micro_batches": micro_batches, **options}
         shards.append(shard)
-    answers = DataProto.concat(await cluster.call_shards(method, shards))
-    return answers.reorder(torch.tensor(plan.inverse))
+    return Batch.join(await cluster.call_shards(method, shards), plan.inverse)
 
 
-def sample_lengths(data: DataProto) -> list[int]:
+def sample_lengths(data: Batch) -> list[int]:
     """Tokens of each sample, without padding."""
     lengths: list[int] = data.batch["attention_mask"].sum(-1).tolist()
     return lengths
 
 
-def shared_prefixes(data: DataProto, role: MegatronRoleConfig, platform: str) -> list[Prefix | None] | None:
+def shared_prefixes(data: Batch, role: MegatronRoleConfig, platform: str) -> list[Prefix | None] | None:
     """What each sample shares with its group in a micro-batch, as `plan_optimizer_steps` takes it.
 
     Returns:
@@ -117,7 +118,7 @@ def _crossover_length(model: str | None, value_head: bool) -> float:
     return math.inf if shape is None else shape.crossover_length()
 
 
-def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:
+def training_plans(data: Batch, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:
     """The optimizer steps of one pass over `data` by a trained role on a platform; those of padding are left out."""
     limit = role.training_token_limit
     lengths = sample_lengths(data)
@@ -135,14 +136,18 @@ def training_plans(data: DataProto, role: TrainedRoleConfig, platform: str) -> l
     return [plans[number] for number in live_steps(data, role.samples_per_optimizer_step)]
 
 
-def live_steps(data: DataProto, samples_per_step: int) -> list[int]:
+def live_steps(data: Batch, samples_per_step: int) -> list[int]:
     """Numbers of the optimizer steps of `data` whose samples are not all padding; [0] if there are none."""
     live = data.batch["response_mask"].bool().any(-1).view(-1, samples_per_step).any(-1)
     return live.nonzero().flatten().tolist() or [0]
 
 
-def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Tensor | None = None) -> list[DataProto]:
+def training_shards(
+    data: Batch, plan: OptimizerStepPlan, options: Mapping[str, Any], counted: torch.Tensor | None = None
+) -> list[Batch]:
     """One shard for each data-parallel rank, with its micro-batches and the global denominators of the loss.
+
+    `options` are `temperature`, `loss` and `loss_config`; see `MegatronTrainStrategy.train_step`.
 
     Denominators count the tokens of `counted` [B, T], by default the response mask, and samples that have any.
     """
@@ -153,6 +158,6 @@ def training_shards(data: DataProto, plan: OptimizerStepPlan, counted: torch.Ten
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = data.select_idxs(indices)
         step = {"micro_batches": micro_batches, "tokens": tokens, "sequences": sequences}
-        shard.meta_info = {**data.meta_info, "optimizer_steps": [step]}
+        shard.meta_info = {**options, "optimizer_steps": [step]}
         shards.append(shard)
     return shards

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roll.configs.load import build_config
 from roll.configs.parallel_layout import ParallelLayout
-from roll.lab.rehearse.sizes import Batch, Placement, shrink_layouts, smallest_batch
+from roll.lab.rehearse.sizes import Placement, SmallBatch, shrink_layouts, smallest_batch
 from tests.configs.samples import MODEL
 
 
@@ -81,14 +81,14 @@ def test_a_reference_keeps_its_own_sizes(shared: bool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "batch"),
     [
-        ((64, 8, 1, 64, 2), Batch(4, 4, 4, 2)),
-        ((64, 8, 512, 64, 2), Batch(4, 4, 2, 2)),
-        ((1024, 1, 512, 1, 1), Batch(4, 1, 2, 1)),
-        ((2, 2, 1, 1, 1), Batch(2, 2, 4, 1)),
-        ((1, 1, 2, 2, 2), Batch(8, 1, 1, 2)),
+        ((64, 8, 1, 64, 2), SmallBatch(4, 4, 4, 2)),
+        ((64, 8, 512, 64, 2), SmallBatch(4, 4, 2, 2)),
+        ((1024, 1, 512, 1, 1), SmallBatch(4, 1, 2, 1)),
+        ((2, 2, 1, 1, 1), SmallBatch(2, 2, 4, 1)),
+        ((1, 1, 2, 2, 2), SmallBatch(8, 1, 1, 2)),
     ],
 )
-def test_optimizer_steps_and_accumulation_above_one_become_two(sizes: tuple[int, ...], batch: Batch) -> None:
+def test_optimizer_steps_and_accumulation_above_one_become_two(sizes: tuple[int, ...], batch: SmallBatch) -> None:
     """Sizes are groups, samples of each, optimizer steps, micro-batches of each, and data-parallel ranks."""
     assert smallest_batch(*sizes) == batch
 

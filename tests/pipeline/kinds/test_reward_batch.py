@@ -21,7 +21,7 @@ from roll.configs.scoring_roles import (
     RewardModelArguments,
     RewardModelRoleConfig,
 )
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.records import DatasetError
 from roll.pipeline.kinds.scoring_models import JudgeModel, RewardEngines, RewardModel, longest_sequence, model_scorers
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
@@ -37,7 +37,7 @@ class Client:
         self.layout = ParallelLayout(data=data)
         self.rows: list[list[int]] = []
 
-    async def call_shards(self, method: Callable[..., Any], shards: Sequence[DataProto]) -> list[DataProto]:
+    async def call_shards(self, method: Callable[..., Any], shards: Sequence[Batch]) -> list[Batch]:
         assert method.__name__ == "compute_values"
         self.rows.append([len(shard.batch["input_ids"]) for shard in shards])
         answers = []
@@ -46,7 +46,7 @@ class Client:
                 range(len(shard.batch["input_ids"]))
             )
             ids = shard.batch["input_ids"] * shard.batch["attention_mask"]
-            answers.append(DataProto.from_dict({"values": (ids.cumsum(-1) - ids).float()}))
+            answers.append(Batch({"values": (ids.cumsum(-1) - ids).float()}))
         return answers
 
 

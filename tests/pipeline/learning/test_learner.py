@@ -20,7 +20,7 @@ from roll.algorithms.turn_advantages import TURN_KEYS
 from roll.algorithms.turn_options import TurnOptions
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.pipeline.learning.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.learning.shards import training_plans
 from roll.rollout.rollout_batch import TAG
@@ -228,7 +228,7 @@ def test_statistics_of_scores_go_on_after_a_resume(tmp_path):
     assert run(anew, 3) != expected
 
 
-def tagged(cluster: BigramCluster, seed: int, names: list[str]) -> DataProto:
+def tagged(cluster: BigramCluster, seed: int, names: list[str]) -> Batch:
     """A batch in turns whose prompts have these tags, which have other numbers in another batch."""
     data = cluster.sample(seed)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -242,7 +242,7 @@ def tagged(cluster: BigramCluster, seed: int, names: list[str]) -> DataProto:
         "trajectory_ids": torch.arange(len(data)),
         "tag_ids": torch.tensor([numbers[tag] for tag in tags]),
     }
-    return DataProto.from_dict(data.tensors() | turns, {TAG: tags})
+    return Batch(data.tensors() | turns, {TAG: tags})
 
 
 def test_statistics_of_each_tag_go_on_after_a_resume(tmp_path):
@@ -324,10 +324,14 @@ def learn_trajectories(
         "greedy_lengths": torch.full((8,), 4),
         REWARD_PARTS: data.batch["scores"][:, None],
     }
-    data = DataProto.from_dict(data.tensors() | more, {TAG: ["math"] * 8})
+    data = Batch(data.tensors() | more, {TAG: ["math"] * 8})
     idle = data.select_idxs(range(padding)).tensors() | {"group_ids": torch.arange(padding) + 8}
     idle |= {"response_mask": torch.zeros_like(idle["response_mask"]), "trajectory_ids": torch.arange(padding) + 8}
-    data = DataProto.concat([data, DataProto.from_dict(idle, {TAG: [""] * padding})]) if padding else data
+    if padding:
+        data = Batch(
+            {key: torch.cat([value, idle[key]]) for key, value in data.tensors().items()},
+            {TAG: ["math"] * 8 + [""] * padding},
+        )
     config = Agent(**vars(rlvr(folder, *SMALL, f"output_dir={folder}", text=RLVR)) | settings)
     config.actor_train.training_args.gradient_accumulation_steps += padding // 2
     return learn((RLLearner(config, cluster, None), cluster), data), cluster
@@ -409,7 +413,7 @@ def test_the_optimal_token_baseline_reads_the_weights_of_the_correction_and_prob
     learn(parts, first)
     squares = parts[1].table.detach().softmax(-1).square().sum(-1)[data.batch["input_ids"][:, :-1]]
     learn(parts, data, staleness=1.0)
-    batch = data.batch
+    batch = parts[0]._written.batch
     given = (batch["scores"], batch["group_ids"], batch["response_mask"], parts[0]._advantage_config)
     probabilities = {"log_probs": batch["old_log_probs"], "sum_pi_squared": torch.nn.functional.pad(squares, (1, 0))}
     plain = compute_advantages(*given, **probabilities).advantages
@@ -535,7 +539,8 @@ def test_the_first_optimizer_step_of_a_batch_needs_no_pass_for_old_log_probs(tmp
         for batch in batches:
             metrics = learn(parts, batch, staleness=0.0)
             own_pass.append(cluster.samples)
-        kept = {key: value for key, value in batches[-1].tensors().items() if key.startswith(("old_", "correction"))}
+        written = parts[0]._written.tensors()
+        kept = {key: value for key, value in written.items() if key.startswith(("old_", "correction"))}
         outcomes.append((metrics, cluster.table.detach().clone(), kept))
         later = 8 if separate else 8 - 8 // steps
         assert own_pass == [8, 8 + later, 8 + 2 * later]
@@ -569,7 +574,7 @@ def test_the_first_optimizer_step_with_real_samples_gives_their_old_log_probs(tm
     data.batch["response_mask"][:3] = False  # the whole first optimizer step, and half of the second
     mask, before = data.batch["response_mask"], parts[1].log_probs(data.batch["input_ids"]).detach()
     learn(parts, data)
-    torch.testing.assert_close(data.batch["old_log_probs"], before * mask)
+    torch.testing.assert_close(parts[0]._written.batch["old_log_probs"], before * mask)
 
 
 def test_log_probs_that_training_gives_are_checked_and_never_written_as_zeros(tmp_path):
@@ -590,7 +595,7 @@ def test_log_probs_that_training_gives_are_checked_and_never_written_as_zeros(tm
         batch = cluster.sample(2)
         with pytest.raises(RunError, match=message):
             learn(parts, batch)
-        assert ("old_log_probs" in batch.batch.keys()) == (not Failing.fails)
+        assert ("old_log_probs" in parts[0]._written) == (not Failing.fails)
 
 
 def test_a_subclass_of_the_learner_gets_old_log_probs(tmp_path):

@@ -36,10 +36,10 @@ def test_both_learn_from_the_same_samples(tmp_path):
     data = actor.sample(1)
     clock = StepClock()
     metrics = learn(made, data, clock=clock)
-    mask = data.batch["response_mask"].bool()
-    assert (data.batch["values"] == 0).all() and metrics["critic/explained_variance"] == 0
+    mask, batch = data.batch["response_mask"].bool(), made._written.batch
+    assert (batch["values"] == 0).all() and metrics["critic/explained_variance"] == 0
     assert metrics["critic/loss"] > 0 and metrics["actor/ratio_mean"] == pytest.approx(1)
-    torch.testing.assert_close(data.batch["returns"][mask], data.batch["advantages"][mask])
+    torch.testing.assert_close(batch["returns"][mask], batch["advantages"][mask])
     assert not torch.equal(actor.table.detach(), before) and critic.table.abs().max() > 0
     assert {"time/values", "time/train_critic", "time/train"} <= clock.metrics().keys()
 
@@ -52,7 +52,7 @@ def test_values_are_those_of_the_critic_now_and_it_comes_to_explain_returns(tmp_
         learned = critic.table.detach().clone()
         explained.append(learn(made, data, step)["critic/explained_variance"])
         mask, before = data.batch["response_mask"].bool(), data.batch["input_ids"].roll(1, 1)
-        torch.testing.assert_close(data.batch["values"][mask], learned[before[mask]])
+        torch.testing.assert_close(made._written.batch["values"][mask], learned[before[mask]])
     assert explained[0] == 0 and min(explained[-10:]) > 0.1
 
 

@@ -12,7 +12,7 @@ import torch
 from roll.configs.arguments import TrainingArguments, TrainModelArguments
 from roll.configs.parallel_layout import ParallelLayout
 from roll.configs.roles import ActorTrainConfig
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.preference import pair_plans
 from roll.pipeline.learning.shards import forward, sample_costs, shared_prefixes, training_plans
@@ -41,7 +41,7 @@ class Lengths:
     async def call_shards(self, _, shards):
         lengths = [shard.batch["attention_mask"].sum(-1) for shard in shards]
         self.shards = [each.tolist() for each in lengths]
-        return [DataProto.from_dict({"lengths": each}) for each in lengths]
+        return [Batch({"lengths": each}) for each in lengths]
 
 
 @pytest.fixture
@@ -64,11 +64,9 @@ def role(folder: Path | None, samples: int = 6) -> ActorTrainConfig:
     )
 
 
-def batch(lengths: list[int]) -> DataProto:
+def batch(lengths: list[int]) -> Batch:
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
-    data = DataProto.from_dict({key: mask for key in ("input_ids", "attention_mask", "position_ids", "response_mask")})
-    data.meta_info = {"temperature": 1.0}
-    return data
+    return Batch({key: mask for key in ("input_ids", "attention_mask", "position_ids", "response_mask")})
 
 
 def test_a_sample_as_long_as_the_crossover_of_the_model_costs_twice_its_tokens(folder):
@@ -101,7 +99,7 @@ def test_a_pair_costs_what_both_of_its_rows_cost(folder, packed):
     assert plan.indices[0] == [0, 1], "by tokens, its rank would have others too"
 
 
-def grouped() -> DataProto:
+def grouped() -> Batch:
     """Two groups of two, which alternate: they share 5 and 3 tokens; and a sample alone in its group."""
     data = batch([8, 8, 6, 4, 9])
     ids = torch.arange(data.batch["input_ids"].numel()).view(5, -1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from roll.configs.environments import SampleBy
-from roll.datasets.batch import DataProto
+from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
 from roll.rollout.rollout_batch import batch_of_groups, dump_samples
 from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
@@ -40,7 +40,7 @@ def lake_groups() -> list[Group]:
     return [Group(12, "FrozenLake", 77, "FrozenLake-12", [won, lost]), Group(13, "Guess", 78, "Guess-13", [guess])]
 
 
-def write_step(folder: Path, step: int, data: DataProto) -> None:
+def write_step(folder: Path, step: int, data: Batch) -> None:
     """Writes the samples of a step; the advantage of each token is its score minus 0.5."""
     advantages = (data.batch["scores"] - 0.5)[:, None].expand(data.batch["response_mask"].shape)
     data.batch["advantages"] = advantages.contiguous()
@@ -73,5 +73,5 @@ def rlvr_run(folder: Path, responses: list[list[int]], model: Path | None = None
     tensors["group_ids"] = torch.zeros(len(rows), dtype=torch.int64)
     names = {"id": "train-31", "prompt_id": "train-31", "ground_truth": "19"}
     columns = {name: [text] * len(rows) for name, text in names.items()}
-    write_step(folder / "samples", 1, DataProto.from_dict(tensors, columns))
+    write_step(folder / "samples", 1, Batch(tensors, columns))
     return run_folder(folder, model)
