@@ -155,10 +155,10 @@ def write_recipe(folder: Path) -> Path:
 async def compare(file: Path) -> dict[int, dict[str, Any]]:
     """Figures of both modes by the mean tokens of an answer, from one engine."""
     from roll.configs.agentic import AgenticConfig
-    from roll.configs.load import load_config
     from roll.distributed.infer.infer_worker import InferWorker
     from roll.distributed.ray_session import start_ray, stop_ray
     from roll.distributed.worker import WorkerRank
+    from roll.loading.load import load_config
 
     os.environ["OMP_NUM_THREADS"] = "1"
     configs: dict[int, AgenticConfig] = {}
@@ -214,7 +214,7 @@ async def compare_modes(config: AgenticConfig, engine: InferWorker) -> dict[str,
 
 def busy_fraction(file: Path) -> float:
     """Fraction of time in which the engine of a training run has requests."""
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
     from roll.pipeline.launch import run
     from roll.trackers.files import read_metrics
 

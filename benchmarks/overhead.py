@@ -41,7 +41,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
     from examples.tiny_math.demo import HERE
     from examples.tiny_math.prepare import prepare
     from examples.tiny_math.problems import write_problems
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
     from roll.pipeline.launch import run
     from roll.trackers.files import read_metrics
 

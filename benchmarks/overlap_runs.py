@@ -90,7 +90,7 @@ def write_recipe(folder: Path) -> Path:
 
 def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[str, float]]:
     """Runs at a ratio in the folder `name` next to the configuration; returns its metrics without the warm-up steps."""
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
     from roll.pipeline.launch import run
     from roll.trackers.files import read_metrics
 

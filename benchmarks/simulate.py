@@ -62,10 +62,10 @@ def measure_round(config: Path) -> dict[str, dict[int, float]]:
 
 def predicted_step_seconds(config: Path, ratio: float) -> float:
     """Step time of the configured split in the simulation."""
-    from roll.configs.load import load_config
     from roll.configs.pipeline import RLConfig
     from roll.lab.simulate.command import SimulateOptions, build_cost_model
     from roll.lab.simulate.search import predict
+    from roll.loading.load import load_config
     from roll.plan.hardware import this_machine
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])

@@ -29,7 +29,7 @@ def heading(text: str) -> None:
 def train(file: Path, overrides: list[str]) -> RunSummary:
     """Runs the training of one YAML file; ends the recipe with its exit code where it does not finish."""
     from roll.cli import run
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
     from roll.pipeline.summary import RunSummary
     from roll.trackers.files import RUN_FILE
 

@@ -124,8 +124,8 @@ def plan(
     elsewhere: bool = False,
 ) -> int:
     """Prints the plan of a run; exit code 1 if it cannot run here and is not `elsewhere`, or exceeds `device_gib`."""
-    from roll.configs.load import load_config
     from roll.envs.registry import try_environment
+    from roll.loading.load import load_config
     from roll.plan.inputs import look_up
     from roll.plan.plan import fits_devices, make_plan
     from roll.plan.show import print_plan
@@ -160,8 +160,8 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
     with handle_interrupt(interrupt), handle_interrupt(interrupt, *TERMINATION), contextlib.ExitStack() as held:
         log_to_console()
         logger.info("reading %s", config)
-        from roll.configs.load import load_config
         from roll.envs.registry import try_environment
+        from roll.loading.load import load_config
         from roll.pipeline.checkpoint import finished_run
         from roll.pipeline.health import HealthFile, lock_folders
         from roll.plan.hardware import prepare_run
@@ -253,7 +253,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def _override_hint(argv: Sequence[str] | None) -> str:
-    from roll.configs.load import FOREIGN
+    from roll.loading.load import FOREIGN
 
     words = sys.argv[1:] if argv is None else argv
     flags = {"--json", "--config_path", "--config_name"}

@@ -9,6 +9,7 @@ Everything is read from the source with `ast`; nothing of the project is importe
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -19,8 +20,11 @@ from pathlib import Path
 DOORS = ("compat", "sandbox", "platforms", "lab")
 """Folders that only a part of the users need; the rest of the package does not import past their `__init__`."""
 
-ASSEMBLY = ("configs", "plan", "compat", "lab", "tools")
+ASSEMBLY = ("configs", "compat", "loading", "plan", "lab", "tools")
 """Folders whose subject is a configuration as a whole."""
+
+MODULE = re.compile(r"roll(\.\w+)+(:\w+)?")
+"""A module of the package, or an object in one."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -69,13 +73,17 @@ class Code:
         """Groups of folders that import each other, at any distance; imports for type checking count too."""
         edges: dict[str, set[str]] = defaultdict(set)
         for path, tree in self.trees.items():
-            for node in ast.walk(tree):
-                parts = node.module.split(".") if isinstance(node, ast.ImportFrom) and node.module else []
-                if parts[:1] == ["roll"] and len(parts) > 1 and (self.package / parts[1]).is_dir():
+            for _, module in imported_modules(tree):
+                parts = module.split(".")
+                if parts[0] == "roll" and len(parts) > 1 and (self.package / parts[1]).is_dir():
                     edges[self.folder(path)].add(parts[1])
         reached = {folder: _reachable(folder, edges) for folder in edges}
         groups = {frozenset(o for o in seen if f in reached.get(o, ())) | {f} for f, seen in reached.items() if f}
         return [set(group) for group in groups if len(group) > 1]
+
+    def long_functions(self) -> list[Function]:
+        """Functions of more than 50 lines."""
+        return [node for _, node in self.functions if (node.end_lineno or 0) - node.lineno >= 50]
 
     def naming(self, name: str) -> list[Path]:
         """Files with the string `name` in their code."""
@@ -111,6 +119,19 @@ class Code:
                 for target_path, target in by_name[callee] if len(by_name[callee]) < 3 else []:
                     todo += [(target_path, target, each) for each in _received(call, target, same)]
         return list(dict.fromkeys((path, function) for path, function, _ in visited))
+
+
+def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and module of every import; in a file that calls `import_module`, names of modules in its strings too."""
+    nodes = list(ast.walk(tree))
+    dynamic = any(ast.unparse(node.func).endswith("import_module") for node in nodes if isinstance(node, ast.Call))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.lineno, node.module
+        elif dynamic and isinstance(node, ast.Constant) and MODULE.fullmatch(str(node.value)):
+            yield node.lineno, str(node.value).partition(":")[0]
 
 
 def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
@@ -177,7 +198,7 @@ def table(root: Path) -> dict[str, str]:
         "most files at one level": f"{width} ({folder})",
         "files that take the whole configuration": str(len(code.whole_configuration())),
         "median and longest function": f"{statistics.median(lengths):.0f}, {max(lengths)}",
-        "functions over 50 lines": str(sum(length > 50 for length in lengths)),
+        "functions over 50 lines": str(len(code.long_functions())),
         "circles of folders": str(len(code.circles())),
         "files that name one policy loss (cispo)": str(len(code.naming("cispo"))),
         "files that name one model family (qwen3)": str(len(code.naming("qwen3"))),

@@ -346,7 +346,7 @@ def check_resume(table: GpuTable, config: RLVRConfig, data: Batch, folder: Path)
 
 def check_offloaded_optimizer(table: GpuTable, config: RLVRConfig, folder: Path, vocabulary: int) -> None:
     """Steps and a resume with Megatron's `optimizer_cpu_offload`, which no CPU can run."""
-    from roll.models.factory import transformer_engine_available  # imports Megatron
+    from roll.distributed.train.megatron_model import transformer_engine_available  # imports Megatron
 
     if config.platform == "cpu" or not transformer_engine_available():
         missing = "a GPU" if config.platform == "cpu" else "Transformer Engine"

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from roll.configs.check import check
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
 from roll.envs import make_env
+from roll.loading.load import load_config
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_process import load_reward_function
 

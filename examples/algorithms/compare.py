@@ -46,7 +46,7 @@ def recipes() -> list[str]:
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> BaseConfig:
     """The configuration of a recipe."""
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
 
     return load_config(HERE / f"{recipe}.yaml", list(overrides))
 

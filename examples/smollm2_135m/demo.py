@@ -32,7 +32,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the questions and the run.
         overrides: `key=value` for the run.
     """
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
@@ -50,9 +50,9 @@ def pretrained(overrides: list[str]) -> list[str]:
 
     Ends the demo where neither can be fetched.
     """
-    from roll.configs.load import load_config
     from roll.hub.find import fetch_model
     from roll.hub.names import HubError, hub_name
+    from roll.loading.load import load_config
 
     name = load_config(RECIPE, overrides).pretrain or ""
     if hub_name(name, "model") is None:

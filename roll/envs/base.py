@@ -18,8 +18,8 @@ from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Converter, declared, option
 from roll.base.text import nearest
 from roll.configs.rewards import LARGEST_REWARD, is_trainable
-from roll.configs.suggestions import unknown
 from roll.configs.user_code import definition_of
+from roll.loading.suggestions import unknown
 
 Aggregation = Literal["mean", "sum", "last"]
 """How the values of a metric over an episode are combined: mean or sum over its actions, or that of the last action."""

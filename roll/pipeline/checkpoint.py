@@ -1,7 +1,7 @@
 """Checkpoints and other folders that are complete or absent: written to a temporary folder, marked, renamed, pruned.
 
 What is in a checkpoint: `PipelineState` below, the state of the learner (`learner.py`), and for each trained role what
-`roll/distributed/train/megatron_checkpoint.py` writes.
+`roll/distributed/train/checkpoint/megatron_checkpoint.py` writes.
 """
 
 from __future__ import annotations

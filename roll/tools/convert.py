@@ -11,9 +11,9 @@ import yaml
 
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Tree
-from roll.configs.load import AnyConfig, build_config
-from roll.configs.yaml_files import YamlLoader, leaves, merge, override_tree, read_tree
 from roll.envs.registry import try_environment
+from roll.loading.load import AnyConfig, build_config
+from roll.loading.yaml_files import YamlLoader, leaves, merge, override_tree, read_tree
 
 KEPT_REFERENCES = ("oc.env:", "now:")
 """References that are printed as they are: a variable may be a secret, and a time is that of the run."""

@@ -16,8 +16,8 @@ import yaml
 
 from roll.base.errors import ConfigError
 from roll.base.schema import value_at
-from roll.configs.load import load_config
-from roll.configs.yaml_files import leaves
+from roll.loading.load import load_config
+from roll.loading.yaml_files import leaves
 from roll.tools.convert import convert
 from tests.configs.samples import AGENTIC, DATA, MODEL, RECIPES, RLVR, SFT, recipes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.load import load_config
+from roll.loading.load import load_config
 from roll.plan.plan import make_plan
 from roll.tools.convert import convert
 from tests.compat.golden import answered, cases, converted, golden_file

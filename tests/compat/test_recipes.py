@@ -14,9 +14,9 @@ from roll.compat.recipe import Recipe
 from roll.compat.roll import ROLL
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
-from roll.configs.load import load_config
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.envs.registry import try_environment
+from roll.loading.load import load_config
 from roll.plan.check_inputs import check_environments
 from tests.configs.samples import AGENTIC, READ_KEYS, RECIPES, REFUSED, RLVR, agentic, recipes, rlvr, write
 

@@ -17,9 +17,9 @@ from roll.compat.translate import MOVED, RENAMED, RULES
 from roll.compat.verl import VERL_KEYS, VERL_NAMES
 from roll.compat.verl_correction import read_rollout_correction
 from roll.configs.agentic import AgenticConfig
-from roll.configs.load import PIPELINES
 from roll.configs.pipeline import DPOConfig, RLVRConfig
 from roll.configs.sglang_options import server_options
+from roll.loading.load import PIPELINES
 from tests.configs.samples import DPO_KEYS, READ_KEYS
 
 COMING_FROM = Path(__file__).parents[2] / "docs" / "coming_from.md"

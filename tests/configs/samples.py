@@ -9,9 +9,9 @@ import yaml
 
 from roll.base.errors import ConfigError
 from roll.configs.agentic import AgenticConfig
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.envs.registry import try_environment
+from roll.loading.load import load_config
 from roll.plan.hardware import Hardware
 from roll.plan.memory import MemoryPlan
 from roll.plan.plan import Plan

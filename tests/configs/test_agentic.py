@@ -8,8 +8,8 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
-from roll.configs.load import build_config, load_config, read_pipeline
 from roll.configs.pipeline import RLVRConfig
+from roll.loading.load import build_config, load_config, read_pipeline
 from tests.configs.samples import AGENTIC, DATA, MODEL, agentic, refusal, write
 
 RECIPE = DATA / "recipes" / "agent_val_frozen_lake_async.yaml"

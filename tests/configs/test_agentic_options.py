@@ -14,7 +14,7 @@ from roll.algorithms.turn_options import RewardNormalization, TurnOptions
 from roll.base.schema import Converter, known_keys
 from roll.configs.environments import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.suggestions import suggest_for
+from roll.loading.suggestions import suggest_for
 from tests.configs.samples import refusal
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from roll.base.errors import ConfigError, Report
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig, SFTConfig
+from roll.loading.load import load_config
 from roll.plan.hardware import Hardware, prepare_devices
 from tests.configs.samples import RLVR, refusal, rlvr, sft, write
 

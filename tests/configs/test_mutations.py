@@ -13,8 +13,8 @@ import yaml
 from roll.base.errors import ConfigError
 from roll.base.schema import Key, known_keys
 from roll.configs.check import check
-from roll.configs.load import PIPELINES, load_config
-from roll.configs.yaml_files import MAX_CHARACTERS, parse_yaml
+from roll.loading.load import PIPELINES, load_config
+from roll.loading.yaml_files import MAX_CHARACTERS, parse_yaml
 from roll.plan.plan import make_plan
 from tests.configs.samples import refusal, rlvr, sft
 

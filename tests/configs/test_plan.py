@@ -14,8 +14,8 @@ from rich.console import Console
 
 from roll.base.errors import ConfigError
 from roll.base.text import gibibytes
-from roll.configs.load import load_config
 from roll.configs.parallel_layout import spans
+from roll.loading.load import load_config
 from roll.models.families.shape import read_model_shape
 from roll.plan.hardware import Hardware, prepare_run
 from roll.plan.plan import Plan, fits_devices, make_plan, needed_memory, shared_device_memory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.load import load_config
+from roll.loading.load import load_config
 from roll.plan.plan import make_plan
 from roll.plan.show import print_plan
 from tests.configs.samples import AGENTIC, DATA, LAPTOP, SERVER, agentic, write
@@ -105,8 +105,8 @@ def test_agentic_examples_plan(name: str, ratio: float) -> None:
 def test_planning_agents_imports_no_engine(tmp_path: Path) -> None:
     path = write(tmp_path, AGENTIC)
     code = (
-        "import sys, roll.configs.load, roll.envs.registry, roll.plan.plan\n"
-        f"config = roll.configs.load.load_config({str(path)!r}, try_environment=roll.envs.registry.try_environment)\n"
+        "import sys, roll.loading.load, roll.envs.registry, roll.plan.plan\n"
+        f"config = roll.loading.load.load_config({str(path)!r}, try_environment=roll.envs.registry.try_environment)\n"
         "roll.plan.plan.make_plan(config)\n"
         "names = ('roll.envs', 'torch', 'ray', 'sglang', 'megatron', 'transformers')\n"
         "print([name for name in names if name in sys.modules])"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from roll.configs.check import check
-from roll.configs.load import load_config
 from roll.configs.pipeline import PreferenceConfig, RewardModelConfig
 from roll.hub.names import CONFIG_NAME
+from roll.loading.load import load_config
 from roll.plan.plan import Plan, make_plan
 from tests.configs.samples import MODEL, SERVER, bytes_of, memory, refusal, write
 

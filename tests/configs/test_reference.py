@@ -7,13 +7,13 @@ import sys
 
 from roll.base.schema import known_keys
 from roll.configs.arguments import TEMPLATES
-from roll.configs.load import PIPELINES
-from roll.configs.reference import PATH, render
 from roll.configs.sglang_options import OWNED, server_options
+from roll.loading.load import PIPELINES
+from roll.loading.reference import PATH, render
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PATH.read_text() == render(), "run: python -m roll.configs.reference"
+    assert PATH.read_text() == render(), "run: python -m roll.loading.reference"
 
 
 def test_every_key_has_a_help_text() -> None:
@@ -37,7 +37,7 @@ def test_options_of_the_installed_engine_are_found() -> None:
 
 def test_reading_and_planning_a_file_imports_no_engine() -> None:
     code = (
-        "import sys, roll.configs.load, roll.plan.plan, roll.cli\n"
+        "import sys, roll.loading.load, roll.plan.plan, roll.cli\n"
         "print([name for name in ('torch', 'ray', 'sglang', 'megatron', 'transformers') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

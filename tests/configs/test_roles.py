@@ -8,7 +8,6 @@ import pytest
 
 from roll.base.schema import declared, known_keys
 from roll.configs.check import check
-from roll.configs.load import PIPELINES
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import (
     ROLES,
@@ -22,6 +21,7 @@ from roll.configs.roles import (
     ValidationConfig,
 )
 from roll.configs.scoring_roles import JudgeConfig, RewardModelRoleConfig
+from roll.loading.load import PIPELINES
 from tests.configs.samples import SFT, refusal, rlvr, sft
 
 CLASSES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.base.errors import ConfigError
-from roll.configs.load import load_config
+from roll.loading.load import load_config
 from tests.configs.samples import RLVR, SFT, refusal
 
 UNKNOWN = {

@@ -10,8 +10,8 @@ from roll.algorithms.policy_options import POLICY_LOSSES, VARIANT_KEYS
 from roll.base.schema import known_keys
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
-from roll.configs.load import PIPELINES
 from roll.hub.splits import READABLE
+from roll.loading.load import PIPELINES
 from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
 
 
@@ -108,7 +108,7 @@ def test_a_key_of_the_file_that_an_override_makes_unused_is_a_warning(
 
 def test_a_target_that_an_override_makes_unused_is_a_warning(tmp_path: Path) -> None:
     text = SFT + "eval_steps: 5\ntarget_loss: 0.1\nvalidation: {data_args: {file_name: a.jsonl}}\n"
-    from roll.configs.load import load_config
+    from roll.loading.load import load_config
 
     message = warnings(load_config(write(tmp_path, text), ["eval_steps=0"]))
     assert "target_loss: has no effect: it is never measured, since eval_steps is 0; use eval_steps 10" in message

@@ -12,9 +12,9 @@ from gymnasium.utils.env_checker import check_env
 
 from roll.base.schema import declared
 from roll.configs.check import check
-from roll.configs.load import load_config
 from roll.envs import make_env
 from roll.envs.registry import BUILT_IN
+from roll.loading.load import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from roll.compat.async_trainers import ASYNC
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
+from roll.loading.load import load_config
 from roll.pipeline.extensions import load_extensions
 from roll.plan.hardware import prepare_run
 from roll.plan.plan import make_plan

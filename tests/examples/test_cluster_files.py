@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from roll.cli import HELP
-from roll.configs.load import load_config
+from roll.loading.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
+from roll.loading.load import load_config
 from roll.plan.plan import make_plan
 from tests.configs.samples import DATA, LAPTOP
 

@@ -9,8 +9,8 @@ import pytest
 
 from examples.tiny_frozen_lake.play import LAKE, WORDS, best_moves, conversation, write_play
 from examples.tiny_math.prepare import prepare
-from roll.configs.load import load_config
 from roll.envs import make_env
+from roll.loading.load import load_config
 from roll.plan.hardware import prepare_run
 from roll.plan.plan import make_plan
 from tests.configs.samples import LAPTOP

@@ -185,7 +185,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
 def _resume(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
     """Three steps, two more while a checkpoint is written; then a new strategy loads it and repeats the two."""
-    from roll.distributed.train import background_save, megatron_checkpoint
+    from roll.distributed.train.checkpoint import background_save, megatron_checkpoint
 
     size, written_as = options.pop("micro_batch_size"), options.pop("written_as", None)
     folder = context.folder / f"checkpoint_{name}"
@@ -258,9 +258,9 @@ def _hand_over(strategy: Any) -> int:
 
 def _copied_share(strategy: Any) -> float:
     """Share of the optimizer's state that a checkpoint does not write from where it lies."""
+    from roll.distributed.train.checkpoint.megatron_checkpoint import PIECES, _format, _models, parts
+    from roll.distributed.train.checkpoint.optimizer_pieces import held_states, pieces_of
     from roll.distributed.train.host_copies import ALL_STATES
-    from roll.distributed.train.megatron_checkpoint import PIECES, _format, _models, parts
-    from roll.distributed.train.optimizer_pieces import held_states, pieces_of
 
     if _format(strategy.optimizer) != PIECES:
         return 0.0

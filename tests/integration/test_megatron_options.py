@@ -80,8 +80,8 @@ def accepted() -> None:
     _prepare()
     import torch
 
+    from roll.distributed.train.megatron_model import BuildOptions, transformer_config
     from roll.distributed.train.megatron_optimizer import ddp_config, optimizer_config
-    from roll.models.factory import BuildOptions, transformer_config
 
     def built(**values: Any) -> dict[str, Any]:
         options = with_defaults(MegatronTrainConfig(**values), True, 2, True, False)
@@ -113,7 +113,7 @@ def same_layers() -> None:
     _prepare()
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    from roll.models.factory import BuildOptions, transformer_config
+    from roll.distributed.train.megatron_model import BuildOptions, transformer_config
 
     draw, counts = random.Random(5), {True: 0, False: 0}
     for _ in range(1000):

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from roll.base import custom_modules
 from roll.base.errors import ConfigError
-from roll.configs.load import load_config
 from roll.datasets.templates import BUILT_IN
 from roll.distributed.infer.sglang_checksums import EngineChecksums
+from roll.loading.load import load_config
 from roll.models.families import registry
 from roll.models.families.family import ModelFamily
 from roll.models.families.hf_config import UnsupportedModel

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models
 
 from roll.base.errors import Report
 from roll.cli import main
-from roll.configs.load import build_config
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.user_code import search_modules_beside
+from roll.loading.load import build_config
 from roll.plan.check_inputs import check_inputs
 from tests.configs.samples import RLVR, agentic, rlvr, sft, write
 from tests.datasets.files import jsonl, row

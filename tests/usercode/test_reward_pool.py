@@ -204,7 +204,8 @@ def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
 
 DRIVER = f"""
 import asyncio
-from roll.configs.rewards import BUILT_IN, RewardConfig
+from roll.configs.rewards import RewardConfig
+from roll.configs.built_in_rewards import BUILT_IN
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
 

@@ -13,7 +13,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll.configs.arguments import TORCH_DTYPES, TrainingArguments
 from roll.configs.megatron import MegatronTrainConfig
-from roll.models.factory import HiddenStateModel, transformer_engine_available
+from roll.distributed.train.megatron_model import HiddenStateModel, transformer_engine_available
 
 
 class NonFiniteError(RuntimeError):

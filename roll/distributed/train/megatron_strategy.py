@@ -27,8 +27,8 @@ from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import Batch
 from roll.distributed.process_groups import join_all_ranks
-from roll.distributed.train import megatron_checkpoint
-from roll.distributed.train.background_save import BackgroundSave
+from roll.distributed.train.checkpoint import megatron_checkpoint
+from roll.distributed.train.checkpoint.background_save import BackgroundSave
 from roll.distributed.train.host_copies import ALL_STATES, HostCopies, StateKind
 from roll.distributed.train.learning_rate import LearningRate
 from roll.distributed.train.megatron_forward import (
@@ -38,6 +38,13 @@ from roll.distributed.train.megatron_forward import (
     over_optimizer_steps,
     reduce_micro_batches,
 )
+from roll.distributed.train.megatron_model import (
+    BuildOptions,
+    HiddenStateModel,
+    build_gpt_model,
+    gradient_kernel_available,
+    transformer_engine_available,
+)
 from roll.distributed.train.megatron_optimizer import (
     build_optimizer,
     require_finite,
@@ -46,13 +53,6 @@ from roll.distributed.train.megatron_optimizer import (
 )
 from roll.distributed.train.megatron_weights import MegatronWeights
 from roll.hub.names import local_model
-from roll.models.factory import (
-    BuildOptions,
-    HiddenStateModel,
-    build_gpt_model,
-    gradient_kernel_available,
-    transformer_engine_available,
-)
 from roll.models.families.shape import ModelShape, known_model_shape
 from roll.models.hf_import import import_hf
 from roll.platforms.platform import Platform

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.weights.plan import WeightSpec
 from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
-from roll.models.factory import HiddenStateModel
 from roll.models.families.shape import ModelShape
 from roll.models.families.weights import WeightRule
 from roll.models.hf_import import rules_of

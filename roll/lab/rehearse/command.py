@@ -15,9 +15,9 @@ import yaml
 
 from roll.base.errors import RunError
 from roll.base.terminal import make_console
-from roll.configs.load import build_config, load_config
 from roll.configs.pipeline import BaseConfig
 from roll.envs.registry import try_environment
+from roll.loading.load import build_config, load_config
 from roll.models.families.hf_config import UnsupportedModel
 from roll.plan.hardware import prepare_run
 from roll.tools.processes import CONSOLE_LOG

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from roll.base.errors import ConfigError, Problem, Report
 from roll.configs.agentic import AgenticConfig
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLConfig
 from roll.lab.simulate.calibration import (
     Measurements,
@@ -22,6 +21,7 @@ from roll.lab.simulate.calibration import (
 from roll.lab.simulate.cost_model import CostModel, fit_cost_model, fit_slowdown
 from roll.lab.simulate.report import prediction_as_dict, print_prediction
 from roll.lab.simulate.search import check_size, configured_split, predict
+from roll.loading.load import load_config
 from roll.plan.hardware import Hardware, resolve_platform, this_machine
 from roll.tools.terminal import number, option_error
 

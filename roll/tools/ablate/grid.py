@@ -10,10 +10,10 @@ from pathlib import Path
 
 from roll.algorithms.policy_options import VARIANT_KEYS
 from roll.base.errors import ConfigError, Problem
-from roll.configs.load import load_config, read_pipeline
 from roll.configs.pipeline import RLConfig
-from roll.configs.yaml_files import leaves, override_tree
 from roll.envs.registry import try_environment
+from roll.loading.load import load_config, read_pipeline
+from roll.loading.yaml_files import leaves, override_tree
 from roll.pipeline.extensions import load_extensions
 from roll.plan.hardware import prepare_run
 

@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 
 from roll.base.terminal import end_now, handle_interrupt, make_console
-from roll.configs.load import load_config
 from roll.envs.registry import try_environment
+from roll.loading.load import load_config
 from roll.plan.hardware import prepare_devices
 from roll.tools.doctor.comparison import MEASURES, RankSpeeds, medians, slow_nodes, slow_speeds
 from roll.tools.terminal import number

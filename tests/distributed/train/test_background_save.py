@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from roll.distributed.train import background_save
-from roll.distributed.train.background_save import BackgroundSave
+from roll.distributed.train.checkpoint import background_save
+from roll.distributed.train.checkpoint.background_save import BackgroundSave
 
 
 @pytest.fixture(scope="module")

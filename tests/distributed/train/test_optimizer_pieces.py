@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.train.optimizer_pieces import Piece, boxes, load_pieces, save_pieces
+from roll.distributed.train.checkpoint.optimizer_pieces import Piece, boxes, load_pieces, save_pieces
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import checkpoint
 
 from roll.base.errors import RunError
-from roll.distributed.train.safe_loading import WEIGHTS_ONLY, check_metadata, only_data
+from roll.distributed.train.checkpoint.safe_loading import WEIGHTS_ONLY, check_metadata, only_data
 
 
 class Planted:

@@ -11,12 +11,12 @@ import yaml
 from rich.console import Console
 
 from roll.cli import main
-from roll.configs.load import build_config
 from roll.lab.rehearse.command import CONFIG_FILE
 from roll.lab.rehearse.inputs import Inputs
 from roll.lab.rehearse.report import findings, sample_view, summary_of, tables
 from roll.lab.rehearse.runs import RunRecord, cause_of_failure
 from roll.lab.rehearse.shrink import shrink
+from roll.loading.load import build_config
 from tests.configs.samples import MODEL, RLVR, write
 from tests.lab.rehearse.recipes import write_small_config
 

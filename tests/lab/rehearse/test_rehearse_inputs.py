@@ -11,7 +11,6 @@ import yaml
 
 from roll.base.errors import RunError
 from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.load import build_config
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.rewards import RewardConfig
 from roll.datasets.prompts import load_prompts
@@ -23,6 +22,7 @@ from roll.lab.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, wr
 from roll.lab.rehearse.inputs import longest_messages, make_inputs
 from roll.lab.rehearse.model import find_tokenizer, recipe_model, stand_in_tokenizer, write_model
 from roll.lab.rehearse.shrink import shrink
+from roll.loading.load import build_config
 from roll.models.families.registry import family_named
 from roll.models.families.shape import read_model_shape
 from roll.rewards.calling import RewardRequest

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from roll.base.schema import value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.defaults import OWN_MODEL_ROLES
-from roll.configs.load import AnyConfig, build_config, load_config
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.lab.rehearse.inputs import Inputs, fewest_actions
 from roll.lab.rehearse.shrink import LONGEST, SHORTEST, Rehearsal, shrink
 from roll.lab.rehearse.sizes import MAX_ENGINES, MAX_SLOTS
+from roll.loading.load import AnyConfig, build_config, load_config
 from roll.rewards.llm_judge import grade_in
 from tests.configs.samples import AGENTIC, MODEL, RECIPES, RLVR, SFT, recipes
 from tests.lab.rehearse.recipes import agentic_recipes, rlvr_recipes, sft_recipes, write_small_config

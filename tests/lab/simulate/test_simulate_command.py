@@ -13,7 +13,6 @@ import pytest
 
 from roll.base.errors import ConfigError
 from roll.cli import main
-from roll.configs.load import load_config
 from roll.configs.pipeline import RLVRConfig
 from roll.lab.simulate.calibration import (
     GeneratedBatch,
@@ -28,6 +27,7 @@ from roll.lab.simulate.cost_model import CostModel, response_lengths
 from roll.lab.simulate.report import print_prediction
 from roll.lab.simulate.search import DeviceSplit, configured_split, possible_splits, predict
 from roll.lab.simulate.simulator import DecodeSpeed, Outcome, generation_seconds, simulate
+from roll.loading.load import load_config
 from roll.plan.hardware import Hardware
 from roll.trackers.files import JsonlTracker, write_run_json
 from tests.configs.samples import AGENTIC, RLVR, SFT, rlvr, write

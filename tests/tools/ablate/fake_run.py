@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from roll.configs.load import load_config
+from roll.loading.load import load_config
 from roll.plan.hardware import prepare_run
 from roll.plan.inputs import fetch_inputs
 from roll.trackers.files import JsonlTracker, write_run_json

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from roll.distributed.train.safe_loading import check_metadata
+from roll.distributed.train.checkpoint.safe_loading import check_metadata
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle, of any number of dimensions."""

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-d
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.configs.megatron import LAYER_SPLITS
+from roll.distributed.train.checkpoint.optimizer_pieces import Piece, held_states, load_pieces, pieces_of, save_pieces
+from roll.distributed.train.checkpoint.safe_loading import check_metadata, only_data
 from roll.distributed.train.megatron_optimizer import parts
-from roll.distributed.train.optimizer_pieces import Piece, held_states, load_pieces, pieces_of, save_pieces
-from roll.distributed.train.safe_loading import check_metadata, only_data
 
 PRECISION = ("dtype", "use_distributed_optimizer", "accumulate_allreduce_grads_in_fp32")
 """What a run has to have in common with its checkpoint, of `_layout`."""

@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md, the reference of every key: `python -m roll.configs.reference`."""
+"""Generates docs/configuration.md, the reference of every key: `python -m roll.loading.reference`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from roll.algorithms.advantage_options import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.arguments import TEMPLATES
-from roll.configs.load import PIPELINES
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
 from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
+from roll.loading.load import PIPELINES
 from roll.models.families.registry import architectures
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -25,7 +25,7 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration
 
-Generated from `roll/configs` by `python -m roll.configs.reference`.
+Generated from `roll/configs` by `python -m roll.loading.reference`.
 
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
 relative to the file, which overrides them, and null removes one of their `rewards` or `custom_envs`; `key=value` on

@@ -11,7 +11,7 @@ from roll.base.errors import Problem
 from roll.base.schema import SECTION, Key, Suggest, Tree, declared, describe, keys_by_path
 from roll.base.text import nearest
 from roll.configs.roles import ROLES, AbsentKey
-from roll.configs.yaml_files import leaves
+from roll.loading.yaml_files import leaves
 
 VERY_SIMILAR = 0.75
 """Least similarity to a name of another section for a suggestion."""

@@ -24,10 +24,10 @@ from roll.configs.check import check, check_keys
 from roll.configs.defaults import fill_in_defaults
 from roll.configs.environments import TryEnvironment
 from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLConfig, RLVRConfig, RLVREngineRewardConfig, SFTConfig
-from roll.configs.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, suggest_for
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.user_code import failure_text
-from roll.configs.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
+from roll.loading.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, suggest_for
+from roll.loading.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig | RewardModelConfig
 """The configuration of one run."""
