@@ -53,7 +53,6 @@ class Batch:
         return _rebuild, (tensors, self.non_tensor_batch, self.meta_info)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
         return cast("dict[str, torch.Tensor]", dict(self.batch.items()))
 
     def adding(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
@@ -98,7 +97,6 @@ def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:
 
 
 def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, tuple[int, ...]]:
-    """Bytes of the visible elements, with the dtype and shape to read them."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape)
 

@@ -34,7 +34,6 @@ class PreferencePair:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt with the longer response."""
         return max(len(one.prompt_ids) + len(one.response_ids) for one in (self.chosen, self.rejected))
 
 

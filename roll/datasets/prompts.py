@@ -72,7 +72,6 @@ TruthsRead = Callable[[str], Mapping[str, tuple[type, ...]]]
 
 
 def text_truth(tag: str) -> Mapping[str, tuple[type, ...]]:
-    """Every prompt has a text or a number as ground truth."""
     return {"the reward": (str, int, float)}
 
 
@@ -371,7 +370,6 @@ class MixedSampler:
 
     @property
     def epoch(self) -> int:
-        """Number of epochs that every domain has completed."""
         return min(sampler.epoch for sampler in self._samplers)
 
     def take(self, count: int) -> list[int]:
@@ -384,7 +382,6 @@ class MixedSampler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as values that JSON can hold."""
         states = [sampler.state_dict() for sampler in self._samplers]
         return {"names": self._names, "shares": self._shares, "drawn": list(self._drawn), "domains": states}
 
@@ -425,7 +422,6 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Number of completed epochs."""
         return self._epoch
 
     def take(self, count: int) -> list[int]:

@@ -50,11 +50,9 @@ class Record:
 
     @property
     def location(self) -> str:
-        """`file:line`, for errors."""
         return f"{self.file}:{self.line}"
 
     def fail(self, message: str) -> NoReturn:
-        """Raises a DatasetError about this row."""
         raise DatasetError(f"{self.location}: {message}")
 
     def fail_missing(self, *columns: str, key: str) -> NoReturn:

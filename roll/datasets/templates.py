@@ -157,7 +157,6 @@ class PromptEncoder:
         return [ids if ids[: len(first)] == first else [*first, *ids] for ids in encoded]
 
     def encode_text(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without special tokens added."""
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         return ids
 
@@ -282,7 +281,6 @@ class PromptEncoder:
 
 
 def first_difference(before: str, after: str) -> str:
-    """Both texts around the first character in which they differ."""
     at = len(os.path.commonprefix([before, after]))
     return " became ".join(repr(text[max(0, at - 20) : at + 40]) for text in (before, after))
 
@@ -367,7 +365,6 @@ class ConversationEncoder:
         self._closing = self.encoder.closing
 
     def start(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the first messages, ready for a response."""
         return self.encoder.encode([Question(messages=tuple(messages))])[0]
 
     def follow(self, last: int, messages: Sequence[Message]) -> list[int]:

@@ -53,7 +53,6 @@ class Split:
         return "on a CPU" if self.cpu else f"all {self.training} devices shared" if self.shared else apart
 
     def admitted(self, ratio: float) -> int:
-        """Groups that may run at a time with this ratio."""
         return math.floor((1 + exact_ratio(ratio)) * self.batch_groups)
 
 
@@ -77,7 +76,6 @@ class Means:
 
     @property
     def least_gain(self) -> float:
-        """Seconds of a step below which a change is not worth it."""
         return max(WAITS * self.step, LEAST_GAIN_S)
 
     @property
@@ -227,7 +225,6 @@ def _asynchronous(means: Means, split: Split) -> list[tuple[float, str]]:
 
 
 def _no_change(means: Means, split: Split) -> str:
-    """What takes the longest, and whether more devices would shorten it."""
     if means.wait + means.drain < WAITS * means.step and means.rollout_idle < IDLE:
         return "neither side waited for the other: the split is right"
     parts = {"generation": means.generate, "training": means.train, "weight updates": means.update + means.drain}
@@ -243,7 +240,6 @@ def _no_change(means: Means, split: Split) -> str:
 
 
 def _move(means: Means, split: Split, tail: bool) -> tuple[float, str]:
-    """The best split of the devices; the time of a role is inverse to the number of its devices."""
     now, total, ratio = split.generation, split.generation + split.training, split.ratio
     steps = {
         devices: predicted_step(means, ratio, generation=now / devices, training=split.training / (total - devices))

@@ -243,12 +243,10 @@ def must_fit(folder: Path) -> Iterator[None]:
 
 
 def checkpoint_folder(config: BaseConfig) -> Path:
-    """The folder with the checkpoints of a run."""
     return Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER)
 
 
 def checkpoints_of(config: BaseConfig) -> CheckpointManager:
-    """The checkpoints of a run."""
     return CheckpointManager(checkpoint_folder(config), config.max_ckpt_to_keep, EventLog(config.output_dir))
 
 
@@ -372,14 +370,11 @@ class PipelineState:
     samples: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Writes the state to a checkpoint folder."""
         (folder / FILE_NAME).write_text(json.dumps(asdict(self), indent=1))
 
     def finished(self, max_steps: int) -> bool:
-        """Whether no step is left."""
         return self.reached or self.step >= max_steps
 
     @classmethod
     def load(cls, folder: Path) -> PipelineState:
-        """Reads what `save` wrote."""
         return cls(**json.loads((folder / FILE_NAME).read_text()))

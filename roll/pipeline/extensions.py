@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import ConfigError, Problem, RunError
 from roll.configs.pipeline import BaseConfig, RLConfig
@@ -50,25 +50,19 @@ def load_extensions(config: BaseConfig) -> Extensions:
     """
     if not isinstance(config, RLConfig):
         return Extensions()
-    found: dict[str, type] = {}
+    found: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, base in BASES.items():
         name = getattr(config.async_training, key)
         if name is None:
             continue
         try:
-            found[key] = load_class(name, base)
+            found[key.removesuffix("_class")] = load_class(name, base)
         except ValueError as error:
             problems.append(Problem(f"async_training.{key}", str(error)))
     if problems:
         raise ConfigError(problems, config.source.file)
-    return Extensions(
-        rollouter=cast("type[Rollouter] | None", found.get("rollouter_class")),
-        trainer=cast("type[RLLearner] | None", found.get("trainer_class")),
-        metrics=cast("Callable[[BaseConfig], Metrics] | None", found.get("metrics_class")),
-        monitor=cast("Callable[[BaseConfig], Monitor] | None", found.get("monitor_class")),
-        batch_hook=cast("Callable[[BaseConfig], BatchHook] | None", found.get("batch_hook_class")),
-    )
+    return Extensions(**found)
 
 
 def load_class(name: str, base: str) -> type:

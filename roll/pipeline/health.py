@@ -126,7 +126,6 @@ async def watched(
 
 
 def ended_by(error: BaseException) -> str:
-    """The status of a run that this error ended."""
     interrupted = isinstance(error, asyncio.CancelledError | KeyboardInterrupt | RunInterrupted)
     return "interrupted" if interrupted else "failed"
 

@@ -65,11 +65,9 @@ class RunningLoop:
         self._last: Health = {"stage": "starting"}
 
     def starting(self) -> None:
-        """Records that the run starts, for the first time or again."""
         self._loop, self._ended = None, False
 
     def begin(self, loop: TrainingLoop) -> None:
-        """Records that `loop` begins to train."""
         self._loop = loop
         self.first_step = self.last_step = loop.state.step
 
@@ -104,7 +102,6 @@ class RunningLoop:
             self._last, self._loop, self._ended = await read_in_time(self._loop.health, INTERVAL_S), None, True
 
     async def health(self) -> Health:
-        """The health of the loop."""
         return self._last if self._loop is None else await self._loop.health()
 
     def stop(self, task: asyncio.Task[Any]) -> None:
@@ -114,7 +111,6 @@ class RunningLoop:
             task.cancel()
 
     def starts_again_after(self, error: BaseException, session: Session) -> bool:
-        """Whether the run starts again after this error."""
         failed = isinstance(error, ClusterError) and error.process_failed
         return failed and session.may_start_again and not self.interrupted
 

@@ -58,25 +58,20 @@ class RolloutClient:
         return batch
 
     async def stop(self) -> None:
-        """Lets no further batch be taken."""
         self._stopped = True
         await self._call(Rollouter.stop)
 
     async def advance(self, version: int) -> None:
-        """Tells the rollouter that the engines have the weights of `version`: generation may continue."""
         await self._call(Rollouter.advance, version)
         self._version = version
 
     async def validate(self) -> dict[str, float]:
-        """`val/...` of the current weights."""
         return await self._call(Rollouter.validate)
 
     async def state_dict(self) -> dict[str, Any]:
-        """Ledger, buffer, prompts in flight and position in the data."""
         return await self._call(Rollouter.state_dict)
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
         await self._call(Rollouter.load_state_dict, state)
         self._state = pickle.dumps(state)
 

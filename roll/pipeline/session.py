@@ -47,7 +47,6 @@ KEEP_TIMEOUT_S = 30.0
 
 
 def count_devices(devices: Sequence[int]) -> str:
-    """`1 device` or `4 devices`."""
     return f"{len(devices)} device{'s' if len(devices) > 1 else ''}"
 
 
@@ -168,7 +167,6 @@ class Session:
 
     @property
     def clusters(self) -> list[Cluster[Worker]]:
-        """The clusters of all roles."""
         return [*self.train_clusters.values(), *self.infer_clusters.values()]
 
     async def ready(self) -> None:

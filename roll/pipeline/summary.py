@@ -54,7 +54,6 @@ def newest_complete(config: BaseConfig) -> Path | None:
 
 
 def continuation(checkpoint: Path, command: str) -> str:
-    """How to continue a run from its newest checkpoint."""
     return f"{checkpoint} is complete; continue with: {command} resume_from_checkpoint=true"
 
 

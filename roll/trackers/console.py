@@ -55,7 +55,6 @@ class ConsoleTracker(Tracker):
             self._console.print(f"{self._name} {step}/{self._total_steps}  {line}", markup=False)
 
     def close(self) -> None:
-        """Stops the bar at its current state and restores the terminal."""
         if self._progress is not None:
             self._progress.stop()
 

@@ -106,7 +106,6 @@ def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, without steps that lack it."""
     pairs = [(int(row["step"]), row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -194,7 +193,6 @@ def _time(axes: Axes, rows: Rows) -> None:
 
 
 def _overlapped(rows: Rows) -> bool:
-    """Whether generation overlapped training."""
     waited = sum(row.get("time/wait_prev_gen") or 0.0 for row in rows)
     generated = sum((row.get("time/generate") or 0.0) + (row.get("time/reward") or 0.0) for row in rows)
     return "time/wait_prev_gen" in rows[-1] and generated > OVERLAP * waited

@@ -83,7 +83,6 @@ class ExternalTracker(Tracker):
         self._end: float | None = None
 
     def resume(self, step: int) -> None:
-        """Continues the tracker's run of the same output folder."""
         self._request["resumed"] = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -101,7 +100,6 @@ class ExternalTracker(Tracker):
             self._report(f"it has not accepted step {waiting[0][0]} within {self._late_s:g} s")
 
     def stop(self) -> None:
-        """Tells the process that no step follows; from now on it has `close_s`."""
         self._end = time.monotonic() + self._close_s
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)

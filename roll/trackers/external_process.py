@@ -42,7 +42,6 @@ class Request:
 
     @property
     def id_file(self) -> Path:
-        """File that holds the tracker's id of this run, for a resumed run."""
         return Path(self.output_dir) / f"{self.tracker}_run_id"
 
     def previous_id(self) -> str | None:
@@ -169,7 +168,6 @@ RUNS: dict[str, type[Run]] = {"wandb": WandbRun, "swanlab": SwanlabRun, "mlflow"
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that have a value."""
     return {name: value for name, value in options.items() if value not in (None, {}, [])}
 
 

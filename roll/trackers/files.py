@@ -243,7 +243,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines that end in a newline."""
     if not path.exists():
         return []
     return path.read_text().split("\n")[:-1]
@@ -347,7 +346,6 @@ def plain(value: Any) -> Any:
 
 
 def dump_path(folder: Path, step: int) -> Path:
-    """The file with the samples of one step."""
     return folder / f"step-{step:06d}.jsonl"
 
 
@@ -358,5 +356,4 @@ def dumped_steps(folder: Path) -> list[int]:
 
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """The lines that `roll.rollout.rollout_batch.dump_samples` wrote."""
     return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]

@@ -327,13 +327,11 @@ def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """The names that are neither a metric nor an alias."""
     return [name for name in names if not _pattern().fullmatch(name)]
 
 
 @cache
 def _pattern() -> re.Pattern[str]:
-    """A pattern that matches every documented name."""
     names = [metric.name for metrics in SECTIONS.values() for metric in metrics] + list(ALIASES)
     return re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", re.escape(name)) for name in names))
 

@@ -22,6 +22,5 @@ PIPELINES = {
 
 
 def pipeline_of(config: BaseConfig) -> Pipeline:
-    """The pipeline of a configuration."""
     pipeline: Pipeline = import_named(PIPELINES[type(config).__name__], callable)[1](config)
     return pipeline

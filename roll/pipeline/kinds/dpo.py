@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from roll.datasets.preferences import PreferencePair
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.preference import PairLearner, PreferencePipeline
 from roll.pipeline.learning.shards import cluster_log_probs
-from roll.pipeline.session import Session
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 class DPOPipeline(PreferencePipeline[DPOConfig]):
     """A policy that learns and a reference that does not."""
 
-    def learner(self, session: Session) -> DPOLearner:
-        """The learner of both clusters."""
-        clusters = session.train_clusters
+    def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> DPOLearner:
         return DPOLearner(self._config, clusters["actor_train"], clusters["reference"])
 
 
@@ -42,22 +39,20 @@ class DPOLearner(PairLearner):
 
     def __init__(self, config: DPOConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker]) -> None:
         super().__init__(config, actor, part(DPOOptions, config))
-        self._config: DPOConfig = config
-        self._reference = reference
+        self._reference, self._reference_role = reference, config.reference
+        self._uses_means = config.dpo_loss_type == "kto_pair"
 
-    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
-        """Prompts and responses; `response_mask` is set on the tokens of responses."""
-        return Batch(collate_examples([one for pair in pairs for one in (pair.chosen, pair.rejected)]))
+    def collate(self, items: Sequence[PreferencePair]) -> Batch:
+        return Batch(collate_examples([one for pair in items for one in (pair.chosen, pair.rejected)]))
 
     async def outputs(self, data: Batch) -> torch.Tensor:
-        """Log-probs of the policy."""
-        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
+        answer = await cluster_log_probs(self._actor, data, self._role)
         log_probs: torch.Tensor = answer.batch["log_probs"]
         return log_probs
 
     def with_means(self, data: Batch, outputs: torch.Tensor) -> Batch:
         """With `kto_pair`, the pairs with their `pair_kl` [2 P]."""
-        if self._config.dpo_loss_type != "kto_pair":
+        if not self._uses_means:
             return data
         return data.adding({"pair_kl": pair_kl(outputs, data.batch, self._loss_config)})
 
@@ -68,14 +63,13 @@ class DPOLearner(PairLearner):
         """
         with clock.measure("old_log_probs"):
             data = await self._with_reference(batch.data)
-            if self._config.dpo_loss_type == "kto_pair":
+            if self._uses_means:
                 data = self.with_means(data, await self.outputs(data))
         return await super().learn(replace(batch, data=data), step, clock)
 
     async def validate(self, data: Batch) -> dict[str, float]:
-        """The gains of held-out responses over the reference."""
         return await super().validate(await self._with_reference(data))
 
     async def _with_reference(self, data: Batch) -> Batch:
-        answer = await cluster_log_probs(self._reference, data, self._config.reference)
+        answer = await cluster_log_probs(self._reference, data, self._reference_role)
         return data.adding({"ref_log_probs": answer.batch["log_probs"] * data.batch["response_mask"]})

@@ -1,97 +1,45 @@
-"""What the pipelines of preference pairs share: reading them, drawing batches, and the optimizer step on a batch.
+"""What the pipelines of preference pairs share: how pairs are learned and validated.
 
-Nothing is generated. `dpo.py` and `reward_model.py` add their tensors, their model's output and loss.
+`dpo.py` and `reward_model.py` add their tensors, their model's output and loss.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.base.errors import RunError
-from roll.configs.arguments import DataArguments
-from roll.configs.pipeline import PreferenceConfig, role_seed
+from roll.configs.pipeline import PreferenceConfig
 from roll.configs.roles import TrainedRoleConfig
 from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
 from roll.datasets.preferences import PreferencePair, load_preferences
-from roll.datasets.prompts import PromptSampler
-from roll.datasets.records import prefix_errors
-from roll.datasets.tokenizer import encode_data, load_tokenizer
-from roll.distributed.train.train_worker import TrainWorker
-from roll.pipeline.kinds.sft import StoredSamples, warn_of_dropped
-from roll.pipeline.learning.actor_learner import ActorLearner
-from roll.pipeline.learning.shards import sample_costs, sample_lengths, training_shards
-from roll.pipeline.run import TrainingLoop
-from roll.pipeline.session import Session
-from roll.plan.plan import make_plan
-from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
-from roll.trackers import TrackerGroup
+from roll.pipeline.kinds.sft import StoredLearner, StoredPipeline
+from roll.pipeline.learning.shards import sample_costs, sample_lengths
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
+    from roll.distributed.train.train_worker import TrainWorker
 
-ConfigT = TypeVar("ConfigT", bound=PreferenceConfig)
-
-
-class PreferencePipeline(ABC, Generic[ConfigT]):
-    """A model that learns from pairs; `prepare` checks every input before Ray starts."""
-
-    def __init__(self, config: ConfigT) -> None:
-        self._config = config
-        self.plan = make_plan(config)
-
-    @abstractmethod
-    def learner(self, session: Session) -> PairLearner:
-        """The learner, connected to the running clusters."""
-
-    async def prepare(self) -> None:
-        """Reads and encodes the pairs."""
-        config = self._config
-        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-        self._pairs = self._read("actor_train", config.actor_train.data_args)
-        self._validation = self._read("validation", config.validation.data_args) if config.eval_steps else []
-
-    def _read(self, role: str, args: DataArguments) -> list[PreferencePair]:
-        if not args.file_name:
-            raise RunError(f"{role}.data_args.file_name: is not set")
-        data = load_preferences(args.file_name, args)
-        lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_data(self._config, args, data, self._tokenizer)
-        warn_of_dropped(role, dropped, len(data), lengths)
-        return encoded
-
-    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
-        """The training loop, connected to the running clusters."""
-        await session.ready()
-        learner = self.learner(session)
-        samples = PairSamples(self._config, self._pairs, self._validation, learner)
-        return TrainingLoop(self._config, samples, learner, None, trackers)
-
-    async def close(self) -> None:
-        """Does nothing: `prepare` starts no process."""
+PairConfigT = TypeVar("PairConfigT", bound=PreferenceConfig)
 
 
-class PairLearner(ActorLearner, ABC):
-    """Makes one optimizer step of each batch of pairs."""
+class PreferencePipeline(StoredPipeline[PairConfigT]):
+    """A model that learns from pairs."""
 
-    loss: ClassVar[str]
-    """Name of the loss, which is given what `outputs` returns."""
+    load = staticmethod(load_preferences)
+
+
+class PairLearner(StoredLearner[PreferencePair]):
+    """Learns from batches of P pairs [2 P, T]: the better response of pair i in row 2 i, the worse one in the next."""
 
     def __init__(self, config: PreferenceConfig, actor: Cluster[TrainWorker], loss_config: Any) -> None:
-        super().__init__(actor)
-        self._config, self._loss_config = config, loss_config
-
-    @abstractmethod
-    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
-        """The tensors of P pairs [2 P, T]: the better response of pair i in row 2 i, the worse one in the next."""
+        super().__init__(actor, config.actor_train, loss_config)
+        self._longest = config.max_sequence_length
 
     @abstractmethod
     async def outputs(self, data: Batch) -> torch.Tensor:
@@ -101,45 +49,15 @@ class PairLearner(ActorLearner, ABC):
         """The pairs with what the loss needs to know of all of them; here nothing."""
         return data
 
-    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
-        """Returns `actor/...` of the pairs."""
-        data, options = batch.data, {"temperature": 1.0, "loss": self.loss, "loss_config": self._loss_config}
-        (plan,) = pair_plans(data, self._config.actor_train)
-        with clock.measure("train"):
-            shards = training_shards(data, plan, options)
-            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
-        return {f"actor/{name}": value for name, value in metrics.items()}
+    def plans(self, data: Batch) -> list[OptimizerStepPlan]:
+        return pair_plans(data, self._role)
 
     async def validate(self, data: Batch) -> dict[str, float]:
-        """`val/loss`, `val/accuracy` and `val/margin` of pairs under the current weights."""
-        scale = LossScale.of(data.batch["response_mask"], self._config.max_sequence_length)
-        outputs = await self.outputs(data)
+        """`val/loss`, `val/accuracy` and `val/margin`."""
+        scale, outputs = LossScale.of(data.batch["response_mask"], self._longest), await self.outputs(data)
         batch = self.with_means(data, outputs).batch
         loss, metrics = LOSSES[self.loss](outputs, None, batch, scale, self._loss_config)
         return {"val/loss": float(loss), **{f"val/{name}": float(metrics[name]) for name in ("accuracy", "margin")}}
-
-
-class PairSamples(StoredSamples[PreferencePair]):
-    """Draws batches of pairs in a seeded order; validation is the loss and the accuracy on held-out pairs."""
-
-    def __init__(
-        self,
-        config: PreferenceConfig,
-        pairs: list[PreferencePair],
-        validation: list[PreferencePair],
-        learner: PairLearner,
-    ) -> None:
-        shuffle, seed = config.actor_train.data_args.shuffle, role_seed(config.seed, "examples")
-        super().__init__(pairs, PromptSampler(len(pairs), seed, shuffle), config.actor_train.samples_per_optimizer_step)
-        self._validation, self._learner = validation, learner
-
-    def collate(self, items: Sequence[PreferencePair]) -> Batch:
-        """The tensors of these pairs."""
-        return self._learner.collate(items)
-
-    async def validate(self) -> dict[str, float]:
-        """As `PairLearner.validate`, of the held-out pairs."""
-        return await self._learner.validate(self.collate(self._validation))
 
 
 def pair_plans(data: Batch, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from roll.datasets.preferences import PreferencePair
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.preference import PairLearner, PreferencePipeline
 from roll.pipeline.learning.shards import forward
-from roll.pipeline.session import Session
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 class RewardModelPipeline(PreferencePipeline[RewardModelConfig]):
     """One role that learns to rate sequences."""
 
-    def learner(self, session: Session) -> RewardModelLearner:
-        """The learner of the one cluster."""
-        return RewardModelLearner(self._config, session.train_clusters["actor_train"])
+    def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> RewardModelLearner:
+        return RewardModelLearner(self._config, clusters["actor_train"])
 
 
 class RewardModelLearner(PairLearner):
@@ -38,13 +36,12 @@ class RewardModelLearner(PairLearner):
     def __init__(self, config: RewardModelConfig, actor: Cluster[TrainWorker]) -> None:
         super().__init__(config, actor, part(RewardModelOptions, config))
 
-    def collate(self, pairs: Sequence[PreferencePair]) -> Batch:
+    def collate(self, items: Sequence[PreferencePair]) -> Batch:
         """Prompts and responses; `response_mask` is set on the token after them."""
-        both = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+        both = [one for pair in items for one in (pair.chosen, pair.rejected)]
         return Batch(collate_scored([[*one.prompt_ids, *one.response_ids] for one in both]))
 
     async def outputs(self, data: Batch) -> torch.Tensor:
-        """Values of the model."""
-        answer = await forward(self._actor, TrainWorker.compute_values, data, self._config.actor_train)
+        answer = await forward(self._actor, TrainWorker.compute_values, data, self._role)
         values: torch.Tensor = answer.batch["values"]
         return values

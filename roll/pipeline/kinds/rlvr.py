@@ -67,7 +67,6 @@ class RLVRWorker(RolloutWorker):
         ]
 
     def validation_groups(self) -> list[Group]:
-        """One group for each validation prompt."""
         return [self._group("val", number, number) for number in range(len(self._prompts["val"]))]
 
     def _group(self, purpose: Purpose, number: int, index: int, version: int | None = None) -> Group:
@@ -133,20 +132,16 @@ class RLVRWorker(RolloutWorker):
         return requests
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
-        """Drop reason by the query filter of the group's rewards."""
         return self._scorer.filter_reason(group)
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`val/...`, also what the rewards report."""
         return super().validation_metrics(groups) | reported_metrics(groups, "val")
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The tensors that the learner takes, with the score of each reward if the advantages need them."""
         rewards = self._rewards if self._uses_parts else ()
         return batch_of_groups(groups, multiple=self._config.samples_multiple, rewards=rewards)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        """`rollout/...`, `staleness/...`, and what the rewards report as `reward/...`."""
         return super().metrics(groups, version) | reported_metrics(groups, "reward")
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +180,6 @@ class RLVRWorker(RolloutWorker):
         self._sampler.load_state_dict(state["sampler"])
 
     def close(self) -> None:
-        """Ends the reward processes."""
         self._scorer.close()
 
 
@@ -274,7 +268,6 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         return partial(make_rlvr_worker, self._config, self._prompts, self._sampling, scorer, models)
 
     async def close(self) -> None:
-        """Ends the reward processes."""
         if self._scorer is not None:
             self._scorer.close()
 

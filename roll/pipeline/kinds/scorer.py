@@ -57,7 +57,6 @@ class Scorer:
         return names
 
     def connect(self, models: ScoringModels) -> None:
-        """Gives the models of the run to the rewards that they score."""
         for scorer in self._models.values():
             models.connect(scorer)
 
@@ -72,12 +71,10 @@ class Scorer:
                 scorer.check([prompt.question for prompt in prompts if name in self.rewards_of(prompt.tag)])
 
     def launch(self) -> None:
-        """Starts the processes of every reward without waiting for them."""
         for pool in self._pools.values():
             pool.launch()
 
     def text(self, response_ids: list[int]) -> str:
-        """The text that rewards read; see `response_text`."""
         return response_text(self._tokenizer, response_ids, self.stop_token_ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -129,7 +126,6 @@ class Scorer:
         return None
 
     def close(self) -> None:
-        """Ends every pool."""
         for pool in self._pools.values():
             pool.close()
 

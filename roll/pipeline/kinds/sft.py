@@ -1,17 +1,22 @@
-"""SFT: supervised fine-tuning on prompt and answer pairs. Reads the pairs before anything starts."""
+"""Learning from stored examples, which nothing generates; and SFT, supervised fine-tuning on prompt and answer pairs.
+
+`preference.py` has what learns from pairs of responses.
+"""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from roll.base.errors import RunError
 from roll.configs.arguments import DataArguments
-from roll.configs.pipeline import SFTConfig, role_seed
+from roll.configs.pipeline import PreferenceConfig, SFTConfig, role_seed
+from roll.configs.roles import TrainedRoleConfig
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_examples
+from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import prefix_errors
 from roll.datasets.sft import SFTExample, load_sft_data
@@ -32,73 +37,61 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ItemT = TypeVar("ItemT")
+ConfigT = TypeVar("ConfigT", bound=SFTConfig | PreferenceConfig)
 
 
-class SFTPipeline:
-    """One role that learns; `prepare` checks every input before Ray starts."""
+class StoredLearner(ActorLearner, ABC, Generic[ItemT]):
+    """Makes one optimizer step of each batch of examples."""
 
-    def __init__(self, config: SFTConfig) -> None:
-        self._config = config
-        self.plan = make_plan(config)
+    loss: ClassVar[str]
+    """Name of the loss, in `roll.algorithms.losses`."""
 
-    async def prepare(self) -> None:
-        """Reads and encodes the pairs."""
-        config = self._config
-        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
-        self._examples = self._read("actor_train", config.actor_train.data_args)
-        self._validation = self._read("validation", config.validation.data_args) if config.eval_steps else []
-
-    def _read(self, role: str, args: DataArguments) -> list[SFTExample]:
-        if not args.file_name:
-            raise RunError(f"{role}.data_args.file_name: is not set")
-        data = load_sft_data(args.file_name, args)
-        lengths = (self._config.prompt_length, self._config.sequence_length or 0)
-        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
-            encoded, dropped = encode_data(self._config, args, data, self._tokenizer)
-        warn_of_dropped(role, dropped, len(data), lengths)
-        return encoded
-
-    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
-        """The training loop, connected to the running cluster."""
-        await session.ready()
-        actor = session.train_clusters["actor_train"]
-        samples = SFTSamples(self._config, self._examples, self._validation, actor)
-        learner = SFTLearner(self._config, actor)
-        return TrainingLoop(self._config, samples, learner, None, trackers, self._target_reached)
-
-    def _target_reached(self, metrics: dict[str, float]) -> bool:
-        target = self._config.target_loss
-        return target is not None and metrics["val/loss"] <= target
-
-    async def close(self) -> None:
-        """Does nothing: `prepare` starts no process."""
-
-
-def warn_of_dropped(role: str, dropped: int, total: int, lengths: tuple[int, int]) -> None:
-    """Logs how many examples are longer than `lengths`, of a prompt and of all."""
-    if dropped:
-        message = "%s: %d of %d examples dropped: prompt over %d or all over %d tokens"
-        logger.warning(message, role, dropped, total, *lengths)
-
-
-class StoredSamples(ABC, Generic[ItemT]):
-    """Draws batches of a dataset in a seeded order."""
-
-    def __init__(self, items: Sequence[ItemT], sampler: PromptSampler, batch_size: int) -> None:
-        """Draws `batch_size` of `items` at a time, in the order of `sampler`."""
-        self._items, self._sampler, self._batch_size = items, sampler, batch_size
+    def __init__(self, actor: Cluster[TrainWorker], role: TrainedRoleConfig, loss_config: Any = None) -> None:
+        super().__init__(actor)
+        self._role, self._loss_config = role, loss_config
 
     @abstractmethod
     def collate(self, items: Sequence[ItemT]) -> Batch:
-        """The tensors of these items."""
+        """The tensors of examples."""
 
     @abstractmethod
-    async def validate(self) -> dict[str, float]:
-        """`val/...` of the current weights."""
+    def plans(self, data: Batch) -> list[OptimizerStepPlan]:
+        """The optimizer steps of one pass over a batch."""
+
+    @abstractmethod
+    async def validate(self, data: Batch) -> dict[str, float]:
+        """`val/...` of held-out examples under the current weights."""
+
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        """Returns `actor/...`."""
+        (plan,) = self.plans(batch.data)
+        options = {"temperature": 1.0, "loss": self.loss, "loss_config": self._loss_config}
+        with clock.measure("train"):
+            shards = training_shards(batch.data, plan, options)
+            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
+        return {f"actor/{name}": value for name, value in metrics.items()}
+
+
+class StoredSamples(Generic[ItemT]):
+    """Draws batches of a dataset in a seeded order, each as large as one optimizer step."""
+
+    def __init__(
+        self,
+        items: Sequence[ItemT],
+        held_out: Sequence[ItemT],
+        sampler: PromptSampler,
+        batch_size: int,
+        learner: StoredLearner[ItemT],
+    ) -> None:
+        self._items, self._held_out, self._learner = items, held_out, learner
+        self._sampler, self._batch_size = sampler, batch_size
 
     async def next_batch(self) -> SampleBatch:
-        """The next items, as many as one optimizer step takes."""
-        return SampleBatch(self.collate([self._items[index] for index in self._sampler.take(self._batch_size)]))
+        indices = self._sampler.take(self._batch_size)
+        return SampleBatch(self._learner.collate([self._items[index] for index in indices]))
+
+    async def validate(self) -> dict[str, float]:
+        return await self._learner.validate(self._learner.collate(self._held_out))
 
     async def stop(self) -> None:
         """Does nothing: no call of `next_batch` waits."""
@@ -107,53 +100,88 @@ class StoredSamples(ABC, Generic[ItemT]):
         """Does nothing: no engine generates."""
 
     async def state_dict(self) -> dict[str, Any]:
-        """Position in the data."""
         return {"sampler": self._sampler.state_dict()}
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
         self._sampler.load_state_dict(state["sampler"])
 
     async def health(self) -> dict[str, Any]:
-        """Empty: nothing runs outside of the training loop."""
         return {}
 
 
-class SFTSamples(StoredSamples[SFTExample]):
-    """Pairs of prompt and answer; validation is the loss on the answers of held-out ones."""
+class StoredPipeline(ABC, Generic[ConfigT]):
+    """A model that learns from examples; `prepare` checks every input before Ray starts."""
 
-    def __init__(
-        self, config: SFTConfig, examples: list[SFTExample], validation: list[SFTExample], actor: Cluster[TrainWorker]
-    ) -> None:
-        shuffle, seed = config.actor_train.data_args.shuffle, role_seed(config.seed, "examples")
-        sampler = PromptSampler(len(examples), seed, shuffle)
-        super().__init__(examples, sampler, config.actor_train.samples_per_optimizer_step)
-        self._config, self._validation, self._actor = config, validation, actor
+    load: Callable[[list[str], DataArguments], Sequence[Any]]
+    """Reads the examples of files."""
+
+    def __init__(self, config: ConfigT) -> None:
+        self._config = config
+        self.plan = make_plan(config)
+
+    @abstractmethod
+    def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> StoredLearner[Any]:
+        """The learner, connected to the running clusters."""
+
+    async def prepare(self) -> None:
+        """Reads and encodes the examples."""
+        config = self._config
+        self._tokenizer = load_tokenizer(config.actor_train.model_args.model_name_or_path)
+        self._examples = self._read("actor_train", config.actor_train.data_args)
+        self._held_out = self._read("validation", config.validation.data_args) if config.eval_steps else []
+
+    def _read(self, role: str, args: DataArguments) -> list[Any]:
+        if not args.file_name:
+            raise RunError(f"{role}.data_args.file_name: is not set")
+        data, config = self.load(args.file_name, args), self._config
+        with prefix_errors(f"{role} ({', '.join(args.file_name)})"):
+            encoded, dropped = encode_data(config, args, data, self._tokenizer)
+        if dropped:
+            message = "%s: %d of %d examples dropped: prompt over %d or all over %d tokens"
+            logger.warning(message, role, dropped, len(data), config.prompt_length, config.sequence_length or 0)
+        return encoded
+
+    async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
+        """The training loop, connected to the running clusters."""
+        await session.ready()
+        config, role, learner = self._config, self._config.actor_train, self.learner(session.train_clusters)
+        sampler = PromptSampler(len(self._examples), role_seed(config.seed, "examples"), role.data_args.shuffle)
+        samples = StoredSamples(self._examples, self._held_out, sampler, role.samples_per_optimizer_step, learner)
+        return TrainingLoop(config, samples, learner, None, trackers, self.target_reached)
+
+    def target_reached(self, metrics: dict[str, float]) -> bool:
+        """Whether these validation metrics end the run."""
+        return False
+
+    async def close(self) -> None:
+        """Does nothing: `prepare` starts no process."""
+
+
+class SFTPipeline(StoredPipeline[SFTConfig]):
+    """One role that learns answers."""
+
+    load = staticmethod(load_sft_data)
+
+    def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> SFTLearner:
+        return SFTLearner(clusters["actor_train"], self._config.actor_train)
+
+    def target_reached(self, metrics: dict[str, float]) -> bool:
+        target = self._config.target_loss
+        return target is not None and metrics["val/loss"] <= target
+
+
+class SFTLearner(StoredLearner[SFTExample]):
+    """Learns by the negative log-likelihood of the answers."""
+
+    loss = "sft"
 
     def collate(self, items: Sequence[SFTExample]) -> Batch:
-        """The tensors of these examples."""
         return Batch(collate_examples(items))
 
-    async def validate(self) -> dict[str, float]:
+    def plans(self, data: Batch) -> list[OptimizerStepPlan]:
+        return training_plans(data, self._role, self._actor.platform)
+
+    async def validate(self, data: Batch) -> dict[str, float]:
         """`val/loss`: mean negative log-prob of an answer token, in nats."""
-        data = self.collate(self._validation)
-        answer = await cluster_log_probs(self._actor, data, self._config.actor_train)
-        mask = data.batch["response_mask"]
+        answer, mask = await cluster_log_probs(self._actor, data, self._role), data.batch["response_mask"]
         return {"val/loss": float(-(answer.batch["log_probs"] * mask).sum() / mask.sum())}
-
-
-class SFTLearner(ActorLearner):
-    """Makes one optimizer step of each batch: negative log-likelihood of the answers."""
-
-    def __init__(self, config: SFTConfig, actor: Cluster[TrainWorker]) -> None:
-        super().__init__(actor)
-        self._config = config
-
-    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
-        """Returns `actor/loss` and the metrics of the optimizer."""
-        data, options = batch.data, {"temperature": 1.0, "loss": "sft", "loss_config": None}
-        (plan,) = training_plans(data, self._config.actor_train, self._actor.platform)
-        with clock.measure("train"):
-            shards = training_shards(data, plan, options)
-            metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
-        return {f"actor/{name}": value for name, value in metrics.items()}

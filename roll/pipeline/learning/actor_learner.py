@@ -40,7 +40,6 @@ class ActorLearner:
         return metrics
 
     async def save(self, folder: Path) -> None:
-        """Begins to write weights, optimizer, schedule and RNG of each role."""
         for role, cluster in self._trained.items():
             await cluster.call(ALL, TrainWorker.begin_checkpoint, folder / role)
 
@@ -59,7 +58,6 @@ class ActorLearner:
         return seconds
 
     async def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
         for role, cluster in self._trained.items():
             await cluster.call(ALL, TrainWorker.load_checkpoint, folder / role)
 

@@ -365,7 +365,6 @@ class RLLearner(ActorLearner):
     async def _train_critic(
         self, ready: Batch, mask: Tensor, critic: Cluster[TrainWorker], clock: StepClock
     ) -> dict[str, float]:
-        """All optimizer steps of the critic on the tokens of `mask`; returns `critic/...`."""
         ready = ready.adding({"response_mask": mask})
         data = ready.select(*LOG_PROB_KEYS, "returns", "values")
         options = {"temperature": self._temperature, "loss": "value", "loss_config": self._value_loss_config}

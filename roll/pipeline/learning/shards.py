@@ -78,7 +78,6 @@ async def forward(
 
 
 def sample_lengths(data: Batch) -> list[int]:
-    """Tokens of each sample, without padding."""
     lengths: list[int] = data.batch["attention_mask"].sum(-1).tolist()
     return lengths
 
@@ -107,7 +106,6 @@ def shared_prefixes(data: Batch, role: MegatronRoleConfig, platform: str) -> lis
 
 
 def sample_costs(lengths: Sequence[int], role: MegatronRoleConfig) -> list[float]:
-    """Time to compute each sample with the role's model, see `sample_cost`."""
     crossover = _crossover_length(role.model_args.model_name_or_path, role.value_head)
     return [sample_cost(length, crossover) for length in lengths]
 
