@@ -206,7 +206,7 @@ def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
         driver.send_signal(signal.SIGKILL)
     elif each.fault == WORKER:
         owner = process_of("rollouter", False, driver) if each.ratio and each.pipeline == "rlvr" else driver
-        workers = workers_of(each.pipeline, driver, owner)
+        workers = workers_of(owner)
         assert workers, "the run has no reward or environment worker"
         workers[0].send_signal(number)
 

@@ -36,10 +36,10 @@ MOST_PROCESSES = 4096
 """Descendants that are looked at where their number has no lower limit."""
 
 TOO_MANY_PROCESSES = signal.SIGVTALRM
-"""Signal that ends a reward process which has started more processes than it may."""
+"""Signal that ends a process which has started more processes than it may."""
 
 TOO_MUCH_MEMORY = signal.SIGPROF
-"""Signal that ends a reward process which takes more memory than it may, together with what it has started."""
+"""Signal that ends a process which takes more memory than it may, together with what it has started."""
 
 RESIDENT = ("RssAnon", "RssShmem", "VmSwap", "HugetlbPages")
 """Lines of /proc/PID/status that are memory and no pages of files."""
@@ -48,37 +48,36 @@ PROPORTIONAL = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_H
 """The same in /proc/PID/smaps_rollup, where processes that share a page have equal parts of it."""
 
 
-def contain(process_limit: int | None = None, memory_bytes: int | None = None) -> None:
-    """Makes the descendants of this reward process end with it; call it before it has threads.
+_spared: set[int] = set()
+"""The watchdog of a process that adopts no orphans, which only it finds."""
+
+
+def contain(process_limit: int | None = None, memory_bytes: int | None = None, adopt: bool = True) -> None:
+    """Makes the descendants of this process end with it, and it with its driver; call it before it has threads.
 
     With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
     it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
     checked every COUNT_INTERVAL_S seconds, so they may be exceeded for that long.
 
-    Its descendants stay its own, since it adopts orphans, and are killed when it ends or gets SIGTERM. Where it is
+    Its descendants stay its own if it is to `adopt` orphans, and are killed when it ends or gets SIGTERM. Where it is
     killed, crashes or ignores that signal, a watchdog, a child of it, kills the processes of its session, those with
     its MARK, and the descendants that it saw when it last looked, with theirs. Only a process that removed the mark,
-    left the session and lost its parent since then outlives a reward process that was killed.
+    left the session and lost its parent since then outlives a process that was killed. The watchdog also ends a process
+    whose driver has ended: its own thread for that waits while a call holds the interpreter's lock.
     """
-    adopt_orphans()
-    start_watchdog(process_limit, memory_bytes)
+    if adopt:
+        adopt_orphans()
+    process, driver = os.getpid(), os.getppid()
+    resource.setrlimit(MARKED_LIMIT, (MARK + process, resource.getrlimit(MARKED_LIMIT)[1]))
+    watchdog = os.fork()
+    if watchdog == 0:
+        with contextlib.suppress(BaseException):
+            _watch(process, driver, process_limit, memory_bytes)
+        os._exit(0)
+    if not adopt:
+        _spared.add(watchdog)
     signal.signal(signal.SIGTERM, _end)
     atexit.register(kill_descendants)
-
-
-def start_watchdog(
-    process_limit: int | None = None, memory_bytes: int | None = None, interval_s: float = COUNT_INTERVAL_S
-) -> None:
-    """Forks the watchdog of `contain`, for a process that keeps its session, signal handlers and threads.
-
-    Such a process adopts no orphans, since nothing would wait for their exit codes.
-    """
-    process = os.getpid()
-    resource.setrlimit(MARKED_LIMIT, (MARK + process, resource.getrlimit(MARKED_LIMIT)[1]))
-    if os.fork() == 0:
-        with contextlib.suppress(BaseException):
-            _watch(process, process_limit, memory_bytes, interval_s)
-        os._exit(0)
 
 
 def _end(*_: Any) -> None:
@@ -87,10 +86,10 @@ def _end(*_: Any) -> None:
 
 
 def kill_descendants() -> None:
-    """Kills everything that this process has started, the watchdog too."""
+    """Kills what this process has started, the watchdog too, unless that has orphans to kill."""
     for _ in range(ROUNDS):
         children = psutil.Process().children(recursive=True)
-        alive = [child for child in children if _is_alive(child)]
+        alive = [child for child in children if child.pid not in _spared and _is_alive(child)]
         if not alive:
             return
         for child in alive:
@@ -106,7 +105,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _watch(process: int, process_limit: int | None, memory_bytes: int | None, interval_s: float) -> None:
+def _watch(process: int, driver: int, process_limit: int | None, memory_bytes: int | None) -> None:
     """Waits for the end of the contained process, or ends it for its descendants; then kills what it has left."""
     os.setsid()
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -115,6 +114,7 @@ def _watch(process: int, process_limit: int | None, memory_bytes: int | None, in
     os.closerange(0, 256)
     signal_at_parents_end(signal.SIGUSR1)
     enough = MOST_PROCESSES if process_limit is None else process_limit
+    interval_s = WATCH_INTERVAL_S if process_limit is None and memory_bytes is None else COUNT_INTERVAL_S
     seen, ended = dict[int, int](), False
     while os.getppid() == process:
         if signal.sigtimedwait({signal.SIGUSR1}, interval_s) is not None:
@@ -122,7 +122,7 @@ def _watch(process: int, process_limit: int | None, memory_bytes: int | None, in
         started = _descendants([process, *_alive(seen)], enough)
         seen = _alive(seen) | _start_times(started)
         by = _exceeded(process, started, process_limit, memory_bytes)
-        if ended:  # and alive: its code handles the signal
+        if ended or _parent(process) not in (driver, None):  # where a signal was to end it, its code handles that
             _kill(process)
         elif by is not None:
             _kill(process, by)
@@ -218,6 +218,13 @@ def _start_time(number: int) -> int | None:
     try:
         fields = _stat(number)
         return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _parent(number: int) -> int | None:
+    try:
+        return int(_stat(number)[1])
     except (OSError, ValueError, IndexError):
         return None
 

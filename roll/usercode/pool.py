@@ -1,9 +1,9 @@
-"""Processes that make one call each at a time, with a deadline; what ends, hangs or stays stopped is replaced."""
+"""Processes that make calls with a deadline; what ends, hangs or stays stopped is replaced."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -22,7 +22,7 @@ DIED_IDLE = "one of its processes died without a call; starting another one"
 """Cause of the replacement of a process that was killed while it waited."""
 
 MAX_DEATHS = 3
-"""Times in a row that processes may die without a call before calls fail."""
+"""Times in a row that processes may end as they start before calls fail."""
 
 
 class ProcessStoppedError(Exception):
@@ -34,129 +34,165 @@ class PoolBrokenError(RunError):
 
 
 class UserProcessPool:
-    """`size` processes. Use it from one asyncio loop at a time; calls take turns in order of arrival.
+    """`size` processes, each held by at most `capacity` users at a time; users take turns in order of arrival.
 
-    A process is killed when its call passes the deadline, is cancelled, or raises, since its state is unknown then; and
-    when it has been stopped by a signal for STOPPED_GRACE_S while calls wait.
+    A reward holds a process for one `call`, an environment for an episode of many (`take`, `answer`, `give_back`). A
+    retired process takes no more users: another one replaces it, and it is killed when its last user gives it back. A
+    process that has been stopped by a signal for STOPPED_GRACE_S while calls wait is killed.
+
+    Use a pool from one asyncio loop at a time.
     """
 
-    def __init__(self, size: int, launch: Callable[[], UserProcess], report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        size: int,
+        launch: Callable[[], UserProcess],
+        report: Callable[[str], None],
+        capacity: int = 1,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         """Starts nothing; `report` is called with the cause when a process is replaced that no call has ended."""
         self._size, self._launch, self._report = size, launch, report
-        self._idle: list[UserProcess] = []
-        self._all: list[UserProcess] = []
+        self._capacity, self._start_timeout_s = capacity, start_timeout_s
+        self._running: list[UserProcess] = []
+        self._users: Counter[UserProcess] = Counter()
+        """Also of processes that are retired."""
         self._ending: list[UserProcess] = []
         self._stop_times: StopTimes[int] = StopTimes()
         self._looked_at = 0.0
         self._killed: set[UserProcess] = set()
         """Processes that were killed because they stayed stopped."""
         self._deaths = 0
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.closed = False
 
     @property
     def processes(self) -> list[UserProcess]:
-        """The running processes."""
-        return list(self._all)
+        """The processes that take users."""
+        return list(self._running)
 
     def start(self) -> None:
         """Starts missing processes without waiting for them."""
-        while not self.closed and len(self._all) < self._size:
-            process = self._launch()
-            self._all.append(process)
-            self._idle.append(process)
+        for process in [each for each in self._running if each.ended and not self._users[each]]:
+            self._running.remove(process)
+            self._kill(process)
+            self._report(DIED_IDLE)
+        while not self.closed and sum(not each.ended for each in self._running) < self._size:
+            self._running.append(self._launch())
 
     async def call(self, timeout_s: float, function: Callable[..., Any], *args: Any) -> tuple[Any, bool]:
-        """What a function returned in a process, and whether that was stopped by a signal meanwhile.
+        """As `answer`, in a process of its own, which is killed if the call raises or is cancelled.
+
+        Raises:
+            asyncio.CancelledError: the pool was closed.
+        """
+        process = await self.take()
+        try:
+            return await self.answer(process, timeout_s, function, *args)
+        except BaseException:
+            self.retire(process, now=True)
+            if self.closed:
+                raise asyncio.CancelledError from None
+            raise
+        finally:
+            self.give_back(process)
+
+    async def take(self) -> UserProcess:
+        """A process that has started, the one with the fewest users; hold it until `give_back`.
+
+        Raises:
+            PoolBrokenError: no process starts.
+            asyncio.CancelledError: the pool was closed.
+        """
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._size * self._capacity)
+        await self._places[1].acquire()
+        while not self.closed:
+            self.start()
+            free = [each for each in self._running if self._users[each] < self._capacity]
+            process = min(free, key=lambda each: (_is_unfit(each), not each.ready.done(), self._users[each]))
+            self._users[process] += 1
+            if await self._has_started(process):
+                return process
+            await self._places[1].acquire()
+        self._places[1].release()
+        raise asyncio.CancelledError
+
+    async def _has_started(self, process: UserProcess) -> bool:
+        """Waits for a process that was taken; it is given back unless it has started."""
+        try:
+            await self.answer_of(process, process.ready, self._start_timeout_s)
+            return True
+        except ProcessStoppedError:
+            self._discard(process)
+        except ProcessEndedError as death:
+            self._discard(process)
+            self._deaths += 1
+            if self._deaths > MAX_DEATHS and not self.closed:
+                raise PoolBrokenError(f"its processes died {self._deaths} times in a row: {death}") from death
+            self._report(DIED_IDLE)
+        except TimeoutError:
+            self._discard(process)
+            raise PoolBrokenError(f"its process did not start within {self._start_timeout_s:g} s") from None
+        except BaseException:
+            self._discard(process)
+            raise
+        return False
+
+    def _discard(self, process: UserProcess) -> None:
+        self.retire(process, now=True)
+        self.give_back(process)
+
+    def give_back(self, process: UserProcess) -> None:
+        """A user of a process no longer holds it."""
+        assert self._places is not None
+        self._places[1].release()
+        self._users[process] -= 1
+        if not self._users[process]:
+            del self._users[process]
+            if process not in self._running:
+                self._kill(process)
+
+    def retire(self, process: UserProcess, *, now: bool = False) -> bool:
+        """Replaces a process, which is killed when its users have given it back, or `now`. False: it was before."""
+        first = process in self._running
+        if first:
+            self._running.remove(process)
+        if now or not self._users[process]:
+            self._kill(process)
+        self.start()
+        return first
+
+    async def answer(
+        self, process: UserProcess, timeout_s: float, function: Callable[..., Any], *args: Any
+    ) -> tuple[Any, bool]:
+        """What a function returned in a process that was taken, and whether a signal stopped that meanwhile.
 
         Raises:
             TimeoutError: no answer within `timeout_s` after the call was sent.
             ProcessEndedError: the process ended in the call.
-            ProcessStoppedError: it was killed because it was stopped by a signal.
+            ProcessStoppedError: it was killed because it was stopped by a signal, or is stopped at the deadline.
             CallError: the call raised.
-            PoolBrokenError: no process can take the call.
-            asyncio.CancelledError: the pool was closed.
         """
-        async with self._slot():
-            process = await self._take()
-            try:
-                answer, stopped = await self._answer(process, process.call(function, *args), timeout_s)
-                self._deaths = 0
-                self._idle.append(process)
-                return answer, stopped
-            except BaseException:
-                self._remove(process)
-                if self.closed:
-                    raise asyncio.CancelledError from None
-                raise
+        answer = await self.answer_of(process, process.call(function, *args), timeout_s)
+        self._deaths = 0
+        return answer
 
-    def close(self) -> None:
-        """Kills the processes, waits for their end and cancels calls. Safe to call twice."""
-        self.closed = True
-        for process in list(self._all):
-            self._remove(process)
-        while self._ending:
-            self._ending.pop().join()
-
-    def _slot(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._size)
-        return self._slots[1]
-
-    async def _take(self) -> UserProcess:
-        """A process that waits for a call."""
-        while True:
-            if self.closed:
-                raise asyncio.CancelledError
-            self.start()
-            process = min(self._idle, key=lambda each: each.ended or each.is_stopped())
-            self._idle.remove(process)
-            try:
-                if not process.ended:
-                    await self._answer(process, process.ready, START_TIMEOUT_S)
-                    return process
-                self._died_idle(process)
-            except ProcessEndedError:
-                self._died_idle(process)
-            except ProcessStoppedError:
-                self._remove(process)
-            except TimeoutError:
-                self._remove(process)
-                raise PoolBrokenError(f"its process did not start within {START_TIMEOUT_S:g} s") from None
-            except BaseException:
-                self._remove(process)
-                raise
-
-    def _died_idle(self, process: UserProcess) -> None:
-        self._remove(process)
-        if self.closed or process in self._killed:
-            return
-        self._deaths += 1
-        if self._deaths > MAX_DEATHS:
-            raise PoolBrokenError(f"its processes died {self._deaths} times in a row")
-        self._report(DIED_IDLE)
-
-    def _remove(self, process: UserProcess) -> None:
-        process.kill()
-        if process in self._all:
-            self._all.remove(process)
-        if process in self._idle:
-            self._idle.remove(process)
-        self._ending = [process, *(each for each in self._ending if each.alive)]
-        self.start()
-
-    async def _answer(self, process: UserProcess, call: Future[Any], timeout_s: float) -> tuple[Any, bool]:
-        answer, until, stopped = asyncio.wrap_future(call), time.monotonic() + timeout_s, False
+    async def answer_of(self, process: UserProcess, call: Future[Any], timeout_s: float) -> tuple[Any, bool]:
+        """As `answer`, of a call that was sent."""
+        clock = asyncio.get_running_loop().time
+        answer, until, stopped = asyncio.wrap_future(call), clock() + timeout_s, False
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())
-        self._kill_stopped()
-        while not (await asyncio.wait([answer], timeout=max(0.0, min(POLL_S, until - time.monotonic()))))[0]:
+        self._kill_stopped(clock())
+        while not (await asyncio.wait([answer], timeout=max(0.0, min(POLL_S, until - clock()))))[0]:
             stopped = stopped or process.is_stopped()
-            self._kill_stopped()
-            if process not in self._killed and time.monotonic() >= until:
+            self._kill_stopped(clock())
+            if process not in self._killed and clock() >= until:
                 if not stopped:
                     raise TimeoutError
-                self._report("one of its processes was stopped by a signal until the deadline of its call")
+                if self.retire(process, now=True):
+                    self._report("one of its processes was stopped by a signal until the deadline of its call")
                 raise ProcessStoppedError
         try:
             return answer.result(), stopped
@@ -165,15 +201,32 @@ class UserProcessPool:
                 raise ProcessStoppedError from None
             raise
 
-    def _kill_stopped(self) -> None:
+    def _kill_stopped(self, now: float) -> None:
         """Kills processes that stay stopped by a signal: an idle one takes no call, and a call in one does not end."""
-        now = time.monotonic()
         if now - self._looked_at < INTERVAL_S:
             return
         self._looked_at = now
-        stopped = [process.pid for process in self._all if process.is_stopped()]
-        overdue = self._stop_times.overdue(now, stopped)
-        for process in [each for each in self._all if each.pid in overdue and each not in self._killed]:
-            self._killed.add(process)
-            process.kill()
-            self._report(f"one of its processes {STOPPED_TOO_LONG}")
+        present = {each.pid: each for each in (*self._running, *self._users)}
+        stopped = [number for number, process in present.items() if process.is_stopped()]
+        for process in [present[number] for number in self._stop_times.overdue(now, stopped)]:
+            if process not in self._killed:
+                self._killed.add(process)
+                self.retire(process, now=True)
+                self._report(f"one of its processes {STOPPED_TOO_LONG}")
+
+    def close(self) -> None:
+        """Kills the processes, waits for their end and cancels calls. Safe to call twice."""
+        self.closed = True
+        for process in {*self._running, *self._users}:
+            self._kill(process)
+        self._running.clear()
+        while self._ending:
+            self._ending.pop().join()
+
+    def _kill(self, process: UserProcess) -> None:
+        process.kill()
+        self._ending = [process, *(each for each in self._ending if each.alive and each is not process)]
+
+
+def _is_unfit(process: UserProcess) -> bool:
+    return process.ended or process.is_stopped()

@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import os
 import pickle
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -162,9 +163,11 @@ class UserProcess:
 
     def _receive(self) -> None:
         """Sets the results of calls until the process ends; its children may keep its socket open."""
-        sentinel = os.pidfd_open(self.pid)
+        sentinel, found = os.pidfd_open(self.pid), select.poll()
+        found.register(sentinel, select.POLLIN)
+        found.register(answers := self._connection.fileno(), select.POLLIN)
         with contextlib.suppress(EOFError, OSError):
-            while self._connection in (found := wait([self._connection, sentinel])) or not found:
+            while any(number == answers for number, _ in found.poll()):
                 self._set(self._connection.recv_bytes())
         self._popen.wait()
         os.close(sentinel)

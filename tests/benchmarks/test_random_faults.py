@@ -32,12 +32,11 @@ def test_a_round_follows_from_its_seed_and_all_processes_are_stopped_in_some() -
 def test_the_watchdog_of_an_environment_worker_is_not_one_of_the_workers() -> None:
     """It is a fork of the worker, with the same command line."""
     code = "import os, time; child = os.fork(); print(child, flush=True) if child else None; time.sleep(600)"
-    worker = subprocess.Popen([sys.executable, "-c", code, "ray::EnvActor"], stdout=subprocess.PIPE, text=True)
+    worker = subprocess.Popen([sys.executable, "-c", code, "roll.usercode.server"], stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None
     watchdog = int(worker.stdout.readline())
     try:
-        driver = psutil.Process()
-        assert [process.pid for process in workers_of("agentic", driver, driver)] == [worker.pid]
+        assert [process.pid for process in workers_of(psutil.Process())] == [worker.pid]
     finally:
         for number in (watchdog, worker.pid):
             os.kill(number, signal.SIGKILL)

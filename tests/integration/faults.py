@@ -52,12 +52,10 @@ def process_of(name: str, scheduler: bool = False, driver: psutil.Process | None
     raise LookupError(f"no process of {name}")
 
 
-def workers_of(pipeline: str, driver: psutil.Process, owner: psutil.Process) -> list[psutil.Process]:
-    """Processes of environments, or of the rewards that belong to `owner`, the rollout process or the driver."""
-    if pipeline == "agentic":
-        found = [child for child in driver.children(recursive=True) if "EnvActor" in command_of(child)]
-        return [child for child in found if child.parent() not in found]  # not the watchdog of each, a fork of it
-    return [child for child in owner.children() if "roll.usercode.server" in command_of(child)]
+def workers_of(owner: psutil.Process) -> list[psutil.Process]:
+    """Processes of environments and rewards that belong to the rollout process, or to the driver."""
+    found = [child for child in owner.children(recursive=True) if "roll.usercode.server" in command_of(child)]
+    return [child for child in found if child.parent() not in found]  # not the watchdog of each, a fork of it
 
 
 def complete_checkpoints(output: Path) -> list[Path]:
@@ -95,8 +93,7 @@ class Killer:
                 if how == "spoil":
                     spoil(self._output, random.Random(step))
                 elif name == "reward_worker":
-                    driver = psutil.Process()
-                    workers_of("rlvr", driver, process_of("rollouter"))[0].send_signal(SIGNALS[how])
+                    workers_of(process_of("rollouter"))[0].send_signal(SIGNALS[how])
                 elif "in_update" in where:
                     in_next_update(partial(self._send, SIGNALS[how], name, "scheduler" in where, line))
                     continue

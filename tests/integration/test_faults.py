@@ -1,6 +1,6 @@
 """Processes of a run with several engines die or stop: the run continues by itself, no prompt is lost or learned twice.
 
-A killed driver is in test_rlvr_run.py, a killed environment worker in test_env_pool.py.
+A killed driver is in test_rlvr_run.py, a killed process of environments in usercode/test_env_processes.py.
 """
 
 from __future__ import annotations

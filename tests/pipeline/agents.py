@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,15 +13,14 @@ from typing import Any
 from examples.tiny_math.prepare import make_tokenizer
 from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
-from roll.distributed.env_pool.pool import EnvPool
-from roll.distributed.env_pool.server import EnvServer
-from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.pipeline.kinds.episode import Episode, Task
 from roll.pipeline.kinds.runner import RolloutRunner
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
-from tests.distributed.env_workers import JumpingLoop
+from roll.usercode.env_pool import EnvPool, EnvSpec
+from roll.usercode.env_process import EnvServer
+from tests.usercode.fake_processes import JumpingLoop
 
 SAMPLING = SamplingParams(max_new_tokens=64)
 STEP_TIMEOUT_S = 10.0
@@ -52,29 +52,25 @@ class Steps(TextEnv):
         return Turn(f"saw {text}", 1.0 if gold else 0.125, gold or "fall" in text, metrics)
 
 
-class Worker:
-    """Answers after `pause(method, *arguments)` seconds."""
+class InThisProcess:
+    """A process of environments that is this one; it answers after `pause(method, *arguments)` seconds."""
+
+    pid, ended, alive = 0, False, True
 
     def __init__(self, pause: Callable[..., float]) -> None:
         self.server, self.pause = EnvServer(), pause
+        self.ready: Future[None] = Future()
+        self.ready.set_result(None)
 
-    async def ready(self) -> None:
-        pass
-
-    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
-        if method == "watch":
-            return asyncio.get_running_loop().create_future()
+    def call(self, function: Any, method: Any, *args: Any) -> asyncio.Future[Any]:
         return asyncio.ensure_future(self._answer(method, *args))
 
-    async def _answer(self, method: str, *args: Any) -> Any:
-        await asyncio.sleep(self.pause(method, *args))
-        return getattr(self.server, method)(*args)
+    async def _answer(self, method: Any, *args: Any) -> Any:
+        await asyncio.sleep(self.pause(method.__name__, *args))
+        return method(self.server, *args)
 
     def is_stopped(self) -> bool:
         return False
-
-    def exit_reason(self, error: BaseException) -> str | None:
-        return None
 
     def kill(self) -> None:
         pass
@@ -161,14 +157,14 @@ class Setup:
         self.pool = EnvPool(1, STEP_TIMEOUT_S, 30.0, capacity=capacity, launch=lambda: self._launch(pause))
         self.runner = RolloutRunner(EnginePool(engines, 0, 64), self.pool, chat(), decode, sequence_length, timeout_s)
 
-    def _launch(self, pause: Callable[..., float]) -> Worker:
-        self.workers.append(Worker(pause))
+    def _launch(self, pause: Callable[..., float]) -> InThisProcess:
+        self.workers.append(InThisProcess(pause))
         return self.workers[-1]
 
     async def all_left(self) -> None:
         """Waits for the environments that are being closed, as the runner does not."""
         while self.pool._closing:
-            await asyncio.wait(list(self.pool._closing.values()))
+            await asyncio.wait(self.pool._closing)
 
     @property
     def open(self) -> int:

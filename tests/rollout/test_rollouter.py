@@ -21,7 +21,7 @@ from roll.rollout.rollouter import Rollouter, RolloutOptions
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateResult, Group, Trajectory
-from tests.distributed.env_workers import JumpingLoop
+from tests.usercode.fake_processes import JumpingLoop
 
 BATCH = 4
 

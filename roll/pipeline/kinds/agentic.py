@@ -8,8 +8,6 @@ from functools import partial
 from roll.base.events import EventLog
 from roll.configs.agentic import AgenticConfig
 from roll.datasets.tokenizer import conversation_encoder, load_tokenizer, response_text
-from roll.distributed.env_pool.pool import EnvPool
-from roll.distributed.env_pool.types import EnvSpec
 from roll.distributed.processes import log_file, process_environment
 from roll.envs import make_env
 from roll.pipeline.kinds.agentic_worker import AgenticWorker
@@ -20,6 +18,7 @@ from roll.pipeline.session import Session
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import Purpose
 from roll.rollout.types import SamplingParams
+from roll.usercode.env_pool import EnvPool, EnvSpec
 
 
 class AgenticPipeline(RLPipeline[AgenticConfig]):

@@ -10,7 +10,6 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
 from roll.datasets.batch import Batch
-from roll.distributed.env_pool.pool import EnvPool
 from roll.pipeline.kinds.episode import Task
 from roll.pipeline.kinds.runner import RolloutRunner, run_all
 from roll.rollout.ledger import PromptRequest
@@ -19,6 +18,7 @@ from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.timers import Timer
 from roll.rollout.types import Group, SamplingParams
+from roll.usercode.env_pool import EnvPool
 
 
 class AgenticWorker(RolloutWorker):

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from roll.configs.environments import first_messages, turn_message
 from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
-from roll.distributed.env_pool.pool import EnvHandle, EnvPool
-from roll.distributed.env_pool.types import EnvSpec
 from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.ledger import GENERATION_FAILED
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
+from roll.usercode.env_pool import EnvHandle, EnvPool, EnvSpec
 
 
 class EpisodeFailed(RuntimeError):

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
 from roll.datasets.templates import ConversationEncoder
-from roll.distributed.env_pool.pool import EnvPool
-from roll.distributed.env_pool.types import EnvFailure
 from roll.pipeline.kinds.episode import Episode, EpisodeFailed, Task
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams
+from roll.usercode.env_pool import EnvFailure, EnvPool
 
 Decode = Callable[[list[int]], str]
 """From sampled ids to the text that an environment reads."""

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.configs.pipeline import role_seed
-from roll.distributed.env_pool.workers import STOP_WATCH
 from roll.pipeline.kinds.runner import run_all
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group
@@ -56,8 +55,8 @@ async def run_groups(setup: Setup, groups: list[Group], group_size: int, redunda
 
 async def nothing_left(setup: Setup) -> None:
     await setup.all_left()
-    await asyncio.sleep(0)  # a worker that starts to be watched, a cancelled call that ends
-    assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name(), STOP_WATCH}
+    await asyncio.sleep(0)  # a cancelled call that ends
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert setup.open == 0
 
 
@@ -156,10 +155,10 @@ def test_lockstep_keeps_the_first_successful_episodes():
     "text, reason, message",
     [
         (None, "generation_failed", "out of memory"),
-        ("boom", "env_raised", "turn 1: ArithmeticError: the ground gave way"),
-        ("treasure", "env_raised", "turn 2: ValueError: tests/pipeline/agents.py:"),
+        ("boom", "env_raised", ": ArithmeticError: the ground gave way"),
+        ("treasure", "env_raised", "turn 2: tests/pipeline/agents.py:"),
         ("treasure", "env_raised", "Steps.act: the rewards of the episode add up to 1.2e+18, it must be at most 1e+18"),
-        ("hang", "env_hung", "turn 1: no answer within step_timeout_s = 10"),
+        ("hang", "env_hung", "turn 1: no answer within env_step_timeout_s = 10"),
     ],
 )
 def test_a_failure_drops_the_whole_group_and_no_other(lockstep, text, reason, message):

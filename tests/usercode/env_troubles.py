@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,10 @@ class Trouble(TextEnv):
             os._exit(3)
         while text == "spin":
             pass
+        if text == "hold the lock":
+            re.match("(a+)+b", "a" * 64)
+        if text == "huge":
+            return self.turn("x" * (2**28 + 1))
         if text == "child":
             return self.turn(str(subprocess.Popen(["sleep", "600"]).pid))
         if text == "children":  # of this process, of a session of its own, and of a parent that has ended
@@ -45,7 +50,7 @@ class Trouble(TextEnv):
         if text == "number":
             return Turn(7, 0.0, metrics={"count": 0.0})  # type: ignore[arg-type]
         if text == "process":
-            return self.turn(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']} {'torch' in sys.modules}")
+            return self.turn(f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')} {'torch' in sys.modules}")
         return self.turn(f"{self.start + self.steps}")
 
     def turn(self, observation: str) -> Turn:

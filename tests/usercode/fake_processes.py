@@ -1,84 +1,80 @@
-"""Environment workers without processes, and an event loop whose clock jumps to the next deadline."""
+"""Processes of environments that are no processes, and an event loop whose clock jumps to the next deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import selectors
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from roll.distributed.env_pool.types import EnvError, ResetResult, StepResult
+from roll.usercode.env_process import ResetResult, StepResult
+from roll.usercode.process import ProcessEndedError
+from roll.usercode.server import CallError
 
 
-class Ended(Exception):
-    """A call to a process that has ended."""
+class Processes:
+    """Launches processes and keeps all of them."""
 
-
-class Workers:
-    """Launches workers and keeps all of them."""
-
-    worker_class: type[FakeWorker]
-
-    def __init__(self, before_exit: Callable[[FakeWorker], None] = lambda worker: None) -> None:
-        self.all: list[FakeWorker] = []
+    def __init__(self, before_exit: Callable[[FakeProcess], None] = lambda process: None) -> None:
+        self.all: list[FakeProcess] = []
         self.before_exit = before_exit
         self.waits_end = False
 
     def answer_waiting(self) -> None:
         """Answers the calls whose action was `wait`, and later ones at once while `waits_end`."""
         self.waits_end = True
-        for worker in self.all:
-            worker.answer_waiting()
+        for process in self.all:
+            process.answer_waiting()
 
-    def launch(self) -> FakeWorker:
-        worker = self.worker_class(len(self.all), self.before_exit)
-        worker.workers = self
-        self.all.append(worker)
-        return worker
+    def launch(self) -> FakeProcess:
+        self.all.append(FakeProcess(len(self.all), self))
+        return self.all[-1]
 
     @property
-    def alive(self) -> list[FakeWorker]:
-        return [worker for worker in self.all if not worker.ended]
+    def alive(self) -> list[FakeProcess]:
+        return [process for process in self.all if not process.ended]
 
 
-class FakeWorker:
-    """A worker whose environments count their steps and do what the action says: raise, hang, exit, wait, or go.
+class FakeProcess:
+    """A process whose environments count their steps and do what the action says: raise, hang, exit, wait, or go.
 
-    An environment of type `not_reproducible` observes the number of its worker, so its episode cannot be replayed.
+    An environment of type `not_reproducible` observes the number of its process, so its episode cannot be replayed.
     """
 
-    def __init__(self, number: int, before_exit: Callable[[FakeWorker], None]) -> None:
-        self.number, self.before_exit = number, before_exit
+    def __init__(self, number: int, processes: Processes) -> None:
+        self.pid, self.processes = number, processes
         self.envs: dict[int, list[int]] = {}
         self.open_calls: list[tuple[asyncio.Future[Any], Any]] = []
         self.ended = self.killed = self.joined = self.stopped = False
         self.calls = 0
-        self.workers = Workers()
+        self.ready: Future[None] = Future()
+        self.ready.set_result(None)
 
-    async def ready(self) -> None:
-        if self.ended:
-            raise Ended
+    @property
+    def alive(self) -> bool:
+        return not self.ended
 
-    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+    def call(self, function: Any, method: Any, *args: Any) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
         if self.ended:
-            future.set_exception(Ended())
+            future.set_exception(ProcessEndedError(3))
             return future
         self.calls += 1
-        action = args[1] if method in ("step", "open") else ""
+        own = getattr(self, method.__name__)
+        action = args[1] if method.__name__ in ("step", "open") else ""
         if action == "exit":
-            self.before_exit(self)
+            self.processes.before_exit(self)
             self.die()
-            future.set_exception(Ended())
-        elif self.stopped or action == "hang" or (action == "wait" and not self.workers.waits_end) or method == "watch":
-            answer = getattr(self, method)(*args) if action == "wait" else None
-            self.open_calls.append((future, answer))
+            future.set_exception(ProcessEndedError(3))
+        elif self.stopped or action == "hang" or (action == "wait" and not self.processes.waits_end):
+            self.open_calls.append((future, own(*args) if action == "wait" else None))
         else:
-            future.set_result(getattr(self, method)(*args))
+            try:
+                future.set_result(own(*args))
+            except CallError as error:
+                future.set_exception(error)
         return future
-
-    def exit_reason(self, error: BaseException) -> str | None:
-        return "exit requested" if isinstance(error, Ended) else None
 
     def is_stopped(self) -> bool:
         return self.stopped and not self.ended
@@ -95,7 +91,7 @@ class FakeWorker:
         self.ended = True
         for future, _ in self.open_calls:
             if not future.done():
-                future.set_exception(Ended())
+                future.set_exception(ProcessEndedError(-9))
 
     def answer_waiting(self) -> None:
         """Answers the calls whose action was `wait`."""
@@ -103,16 +99,16 @@ class FakeWorker:
             if answer is not None and not future.done():
                 future.set_result(answer)
 
-    def open(self, key: int, env_type: str, env_config: dict[str, Any], seed: int) -> ResetResult | EnvError:
+    def open(self, key: int, env_type: str, env_config: dict[str, Any], seed: int) -> ResetResult:
         if env_type == "raise":
-            return EnvError("ValueError: no", "env.py:1 in reset")
+            raise CallError("env.py:1: ValueError: no")
         self.envs[key] = [seed, 0]
-        return ResetResult("rules", f"{seed} on {self.number}" if env_type == "not_reproducible" else f"{seed}", {})
+        return ResetResult("rules", f"{seed} on {self.pid}" if env_type == "not_reproducible" else f"{seed}", {})
 
-    def step(self, key: int, text: str) -> StepResult | EnvError:
+    def step(self, key: int, text: str) -> StepResult:
         if text == "raise":
             del self.envs[key]
-            return EnvError("ValueError: no", "env.py:2 in step")
+            raise CallError("env.py:2: ValueError: no")
         env = self.envs[key]
         env[1] += 1
         return StepResult(f"{env[0]} after {env[1]} with {text}", 0.0, False, False, {})
@@ -125,9 +121,6 @@ class FakeWorker:
 
     def close(self, key: int) -> None:
         self.envs.pop(key, None)
-
-
-Workers.worker_class = FakeWorker
 
 
 LONGEST_S = 1e4
