@@ -61,7 +61,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["roll", "roll.*"]),
-    package_data={"roll.platforms.cpu": ["cpp/*"]},
+    package_data={"roll.platforms.cpu": ["cpp/*"], "roll.report": ["static/*"]},
     data_files=[(SITE_PACKAGES, SITE_FILES)],
     distclass=WithDataFiles,
     python_requires=">=3.11",
@@ -69,7 +69,15 @@ setup(
     install_requires=pinned("cpu.txt", *BASE),
     extras_require={
         "dev": pinned(
-            "dev.txt", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-pyyaml"
+            "dev.txt",
+            "hypothesis",
+            "mypy",
+            "playwright",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "types-pyyaml",
         ),
         "reasoning-gym": pinned("dev.txt", "reasoning-gym"),
         "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny"),

@@ -48,6 +48,7 @@ HELP = {
     "ablate": "run a grid of policy losses, ratios and seeds; run it again to resume unfinished runs",
     "show": "print the samples of a training step",
     "plot": "draw the curves of a run as a picture",
+    "report": "write the page of one or several runs: findings, curves, time, samples, configuration",
 }
 """What each command does, for --help."""
 
@@ -59,6 +60,7 @@ TOOLS = {
     "ablate": "roll.tools.ablate.command",
     "show": "roll.tools.show.command",
     "plot": "roll.tools.plot",
+    "report": "roll.report.command",
 }
 """Command -> the module that defines it, with `add_options(parser)` and `run(arguments)`."""
 
@@ -276,7 +278,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name not in ("show", "plot"):
+        if name not in ("show", "plot", "report"):
             command.add_argument("config", help="YAML file")
             help_text = "override values of the file"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)

@@ -33,6 +33,7 @@ ORDER = [
     "plan",
     "pipeline",
     "tools",
+    "report",
     "lab",
 ]
 """A folder imports from those above it and from its own."""
@@ -45,7 +46,7 @@ ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 
 ENGINES = {"ray", "sglang", "megatron"}
 
-COMMANDS = ("tools", "lab")
+COMMANDS = ("tools", "report", "lab")
 """Folders that only the command line imports."""
 
 MARK = "pytest.mark.integration"

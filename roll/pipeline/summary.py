@@ -74,6 +74,7 @@ def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[st
     rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
     if isinstance(config, RLConfig) and config.rollout_dump_steps != 0:
         rows["samples"] = f"roll show {folder}"
+    rows["page"] = f"roll report {folder}"
     rows["curves"] = f"roll plot {folder}"
     if saved is not None:
         longer = re.sub(r" max_steps=\S+", "", command)

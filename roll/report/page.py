@@ -1,0 +1,311 @@
+"""The page of one or several runs: their values as HTML and JSON in one file, which requests nothing."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from statistics import fmean, median
+from typing import Any
+
+from roll.report.findings import PARTS, Finding, find, number, percent
+from roll.report.read import Run, is_number
+from roll.report.samples import shown_steps, step_groups, token_pieces
+from roll.report.text import Text, bilingual, text
+from roll.trackers.metrics import SECTIONS
+
+MOST_POINTS = 2_000
+"""Steps of a curve; a longer run keeps the least and the largest value of each bucket."""
+
+PLAIN_BYTES = 100_000
+"""Data up to this size stands in the page as it is; more is compressed."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: its title in both languages, the metrics it draws, and whether they are shares from 0 to 1."""
+
+    section: str
+    english: str
+    chinese: str
+    metrics: Sequence[str]
+    share: bool = False
+
+
+CHARTS = (
+    Chart("curves", "Validation score", "验证得分", ["val/score"]),
+    Chart("curves", "Validation loss", "验证损失", ["val/loss"]),
+    Chart("curves", "Reward", "奖励", ["rollout/reward_mean"]),
+    Chart("curves", "Training loss", "训练损失", ["actor/loss"]),
+    Chart("curves", "Response length", "回答长度", ["rollout/response_length_mean", "rollout/response_length_max"]),
+    Chart("curves", "Entropy", "熵", ["actor/entropy"]),
+    Chart("curves", "Gradient norm", "梯度范数", ["actor/grad_norm"]),
+    Chart("curves", "Distance to the sampling policy", "与采样策略的距离", ["correction/behavior_k3"]),
+    Chart(
+        "curves", "Clipped, rejected tokens", "裁剪、拒绝的词元", ["actor/clip_fraction", "correction/masked_fraction"]
+    ),
+    Chart("curves", "Groups without a gradient", "无梯度的组", ["advantage/zero_variance_group_fraction"], True),
+    Chart("time", "Time of a step", "每步时间", ["time/step", "time/generate"]),
+    Chart(
+        "time",
+        "Idle: trainer, engines",
+        "空闲：训练器、引擎",
+        ["throughput/trainer_idle", "throughput/rollout_idle"],
+        True,
+    ),
+    Chart("freshness", "Staleness", "滞后", ["staleness/mean", "staleness/max"]),
+    Chart("freshness", "From submission to training", "从提交到训练", ["time/sample_age_mean", "time/sample_age_max"]),
+    Chart("freshness", "Effective samples", "有效样本", ["correction/ess"], True),
+    Chart("freshness", "Responses cut at the limit", "被截断的回答", ["rollout/truncated_fraction"], True),
+)
+
+
+def make_page(runs: Sequence[Run]) -> str:
+    """The page of these runs; curves are laid over each other, all else is that of the run that is chosen."""
+    names = "".join(_chip(index, run) for index, run in enumerate(runs))
+    chips = f"<div class=chips>{names}</div>" if len(runs) > 1 else ""
+    sections = ("curves", "time", "freshness", "samples", "configuration")
+    links = "".join(f"<a href=#{name}>{text(name).html()}</a>" for name in sections)
+    body = [
+        _each(runs, lambda run: f"<section class=kpis>{_key_figures(run)}</section>{_findings(run)}"),
+        _section("curves", f"<div class=grid data-charts=curves></div>{_all_metrics()}"),
+        _section("time", _each(runs, _time) + "<div class=grid data-charts=time></div>", "time_title"),
+        _section("freshness", "<div class=grid data-charts=freshness></div>"),
+        _section("samples", _each(runs, _samples)),
+        _section("configuration", _configuration(runs)),
+    ]
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        '<meta name=viewport content="width=device-width,initial-scale=1"><meta name=color-scheme content="light dark">'
+        f"<title>{html.escape(' · '.join(run.name for run in runs))} · roll report</title>"
+        f"<style>{_static('uplot.min.css')}{_static('page.css')}</style></head><body>"
+        f"<header>{_each(runs, _head)}{chips}<nav>{links}"
+        f"<button id=language>{text('language').html()}</button></nav></header><main>{''.join(body)}</main>"
+        f"{_data(_payload(runs))}<script>{_static('uplot.min.js')}</script><script>{_static('page.js')}</script>"
+        "</body></html>"
+    )
+
+
+def _chip(index: int, run: Run) -> str:
+    pressed = "false" if index else "true"
+    colour = f"<i style=background:var(--r{index + 1})></i>"
+    return f"<button class=chip data-run={index} aria-pressed={pressed}>{colour}{html.escape(run.name)}</button>"
+
+
+def _static(name: str) -> str:
+    return (files("roll.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def _each(runs: Sequence[Run], part: Any) -> str:
+    return "".join(
+        f"<div class=of-run data-run={index}{' hidden' if index else ''}>{part(run)}</div>"
+        for index, run in enumerate(runs)
+    )
+
+
+def _section(name: str, content: str, title: str = "") -> str:
+    return f"<section id={name}><h2>{text(title or name).html()}</h2>{content}</section>"
+
+
+def _head(run: Run) -> str:
+    facts = []
+    if run.steps:
+        facts.append(text("steps", steps=f"{int(run.steps[-1]['step']):,}"))
+    if run.config:
+        devices = run.key("num_devices_per_node") or "?"
+        facts.append(text("platform", platform=run.key("platform", "?"), devices=devices))
+        if "adv_estimator" in run.config:
+            loss, ratio = run.key("actor_train.pg_variant", "?"), run.key("async_generation_ratio", "?")
+            facts.append(text("algorithm", loss=loss, estimator=run.key("adv_estimator"), ratio=ratio))
+        facts.append(text("seed", seed=run.key("seed", "?")))
+    seconds = run.summary.get("seconds")
+    if is_number(seconds):
+        facts.append(text("seconds", minutes=f"{float(seconds) // 60:.0f}", seconds=f"{float(seconds) % 60:.0f}"))
+    good = "ok" if run.status in ("finished", "running") else "bad"
+    described = " · ".join(fact.html() for fact in facts)
+    return (
+        f'<div class=bar><b>{html.escape(run.name)}</b><span class="pill {good}">{text(run.status).html()}</span>'
+        f"<span class=dim>{described}</span></div>"
+    )
+
+
+def _key_figures(run: Run) -> str:
+    figures: list[tuple[Text, str, Text]] = []
+    scores = [score for _, score in run.series("val/score")]
+    if scores:
+        validated = text("validations", count=len(scores))
+        figures.append((text("validation"), f"{number(scores[0])} → {number(scores[-1])}", validated))
+    main = "reward" if run.values("rollout/reward_mean") else "loss"
+    values = run.values("rollout/reward_mean" if main == "reward" else "actor/loss")
+    figures.append((text(main), f"{number(values[0])} → {number(values[-1])}" if values else "–", text("batch_mean")))
+    times, rates = run.values("time/step"), run.values("throughput/tokens_per_second")
+    rate = text("rate", rate=number(median(rates))) if rates else text("absent")
+    figures.append((text("step"), f"{median(times):.2f} s" if times else "–", rate))
+    trainer, engines = run.values("throughput/trainer_idle"), run.values("throughput/rollout_idle")
+    if trainer and engines:
+        waited = text("engines_idle", idle=percent(fmean(engines)))
+        figures.append((text("idle"), percent(fmean(trainer)), waited))
+    ages = run.values("staleness/mean")
+    if ages:
+        most, ess = max(run.values("staleness/max"), default=0), run.values("correction/ess")
+        effective = percent(fmean(ess)) if ess else "–"
+        oldest = text("staleness_max", most=f"{most:.0f}", ess=effective)
+        figures.append((text("staleness"), f"{fmean(ages):.1f}", oldest))
+    last = run.steps[-1] if run.steps else {}
+    if is_number(last.get("ledger/submitted")):
+        dropped = sum(value or 0 for name, value in last.items() if name.startswith("ledger/dropped_"))
+        of = text("submitted", count=f"{last['ledger/submitted']:,.0f}")
+        figures.append((text("dropped"), f"{dropped:,.0f}", of))
+    if not run.steps and not scores:
+        return f"<p class=empty>{text('no_steps').html()}</p>"
+    return "".join(
+        f"<div><span>{label.html()}</span><b>{html.escape(value)}</b><small>{note.html()}</small></div>"
+        for label, value, note in figures
+    )
+
+
+def _findings(run: Run) -> str:
+    remarks = [Finding("warn", text("remark", what=remark)) for remark in run.remarks]
+    return "<section class=find>" + "".join(_finding(each) for each in [*find(run), *remarks]) + "</section>"
+
+
+def _finding(finding: Finding) -> str:
+    metric = f" <code>{html.escape(finding.metric)}</code>" if finding.metric else ""
+    return f"<div class={finding.kind}><i></i><p>{finding.text.html()}{metric}</p></div>"
+
+
+def _all_metrics() -> str:
+    return (
+        f"<details id=all><summary>{text('all_metrics').html()}</summary>"
+        "<input id=filter type=search aria-label=filter><div class=grid></div></details>"
+    )
+
+
+def _time(run: Run) -> str:
+    """One bar with the shares of all steps, and one column for each step or bucket of steps."""
+    steps = [row for row in run.steps if is_number(row.get("time/step"))]
+    if not steps:
+        return f"<p class=empty>{text('no_time').html()}</p>"
+    total = sum(row["time/step"] for row in steps) or 1.0
+    sums = {name: sum(row.get(metric) or 0.0 for row in steps) for name, metric in PARTS}
+    sums["other"] = max(0.0, total - sum(sums.values()))
+    shown = {name: seconds for name, seconds in sums.items() if seconds > 0.001 * total}
+    bar = "".join(f'<span class=c-{name} style="flex:{value / total:.4f}"></span>' for name, value in shown.items())
+    legend = "".join(
+        f"<li><i class=c-{name}></i>{text(name).html()} <b>{percent(value / total)}</b></li>"
+        for name, value in shown.items()
+    )
+    return f"<div class=stack>{bar}</div><ul class=legend>{legend}</ul>"
+
+
+def _samples(run: Run) -> str:
+    if not run.dumped:
+        return f"<p class=empty>{text('no_samples').html()}</p>"
+    tints = "".join(
+        f"<button data-tint={key} aria-pressed={'true' if key == 'a' else 'false'}>{text(name).html()}</button>"
+        for key, name in (("a", "tint_advantage"), ("lr", "tint_ratio"), ("lp", "tint_surprise"), ("v", "tint_version"))
+    )
+    steps = "".join(f"<button data-step={step}>{step}</button>" for step in shown_steps(run))
+    tools = f"<div class=tools><span>{text('step_number').html()} {steps}</span><span>{tints}</span></div>"
+    return f"<p class=dim>{text('weighing').html()}</p>{tools}<div class=groups></div>"
+
+
+def _configuration(runs: Sequence[Run]) -> str:
+    """Keys that the file gave; of several runs those that differ, and versions that differ."""
+    if not any(run.config for run in runs):
+        return f"<p class=empty>{text('no_config').html()}</p>"
+    given = [dict(_given(run)) for run in runs]
+    keys = list(dict.fromkeys(key for each in given for key in each))
+    rows = [
+        (key, [each.get(key, json.dumps(run.key(key))) for each, run in zip(given, runs, strict=True)]) for key in keys
+    ]
+    if len(runs) == 1:
+        note = text("keys_given", given=len(keys))
+    else:
+        names = dict.fromkeys(name for run in runs for name in run.versions)
+        rows += [(name, [run.versions.get(name, "–") for run in runs]) for name in names]
+        rows = [(key, values) for key, values in rows if len({*values}) > 1]
+        note = text("keys_differ") if rows else text("same_keys")
+    head = "" if len(runs) == 1 else "<tr><th><th>" + "<th>".join(html.escape(run.name) for run in runs)
+    lines = "".join(
+        f"<tr><td><code>{html.escape(key)}</code>"
+        + "".join(f"<td><code>{html.escape(value)}</code>" for value in values)
+        for key, values in rows
+    )
+    return f"<p class=dim>{note.html()}</p><div class=wide><table>{head}{lines}</table></div>"
+
+
+def _given(run: Run) -> Iterable[tuple[str, str]]:
+    for key in run.key("source.given", []):
+        yield str(key), json.dumps(run.key(str(key)), ensure_ascii=False)
+
+
+def _payload(runs: Sequence[Run]) -> Mapping[str, Any]:
+    meanings = {metric.name: [metric.unit, metric.meaning] for metrics in SECTIONS.values() for metric in metrics}
+    names = {name for run in runs for row in run.rows for name in row}
+    return {
+        "runs": [_series(run) for run in runs],
+        "charts": [
+            {
+                "section": chart.section,
+                "title": bilingual(chart.english, chart.chinese),
+                "metrics": list(chart.metrics),
+                "share": chart.share,
+            }
+            for chart in CHARTS
+        ],
+        "units": {name: meanings[name] for name in sorted(names) if name in meanings},
+        "samples": [_run_samples(run) for run in runs],
+        "words": {name: text(name).html() for name in ("constant", "no_text")},
+    }
+
+
+def _series(run: Run) -> Mapping[str, Any]:
+    rows = run.rows
+    names = sorted({name for row in rows for name in row if name != "step"})
+    values = {name: [row.get(name) if is_number(row.get(name)) else None for row in rows] for name in names}
+    steps = [int(row["step"]) for row in rows]
+    if len(rows) > MOST_POINTS:
+        size = -(-2 * len(rows) // MOST_POINTS)
+        starts = range(0, len(rows), size)
+        steps = [steps[min(start + offset, len(rows) - 1)] for start in starts for offset in (0, size // 2)]
+        values = {
+            name: [v for start in starts for v in _ends(each[start : start + size])] for name, each in values.items()
+        }
+    return {
+        "name": run.name,
+        "step": steps,
+        "data": {
+            name: [_short(value) for value in each] for name, each in values.items() if any(v is not None for v in each)
+        },
+    }
+
+
+def _ends(values: Sequence[Any]) -> tuple[Any, Any]:
+    """Least and largest value of a bucket, in the order in which they occur."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None, None
+    least, largest = min(known), max(known)
+    return (least, largest) if known.index(least) <= known.index(largest) else (largest, least)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _run_samples(run: Run) -> list[dict[str, Any]]:
+    pieces = token_pieces(run)
+    return [step_groups(run, step, pieces) for step in shown_steps(run)]
+
+
+def _data(payload: Mapping[str, Any]) -> str:
+    plain = json.dumps(payload, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+    if len(plain) <= PLAIN_BYTES:
+        return f"<script type=application/json id=data>{plain}</script>"
+    packed = base64.b64encode(gzip.compress(plain.encode(), mtime=0)).decode()
+    return f"<script type=application/gzip id=data>{packed}</script>"

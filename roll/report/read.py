@@ -1,0 +1,208 @@
+"""Reads the files of a run for its page; what is missing or damaged is named in `remarks`, and never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from roll.base.events import EVENTS_FILE
+from roll.configs.trackers import METRICS_FILE
+from roll.tools.show.samples import working_directory
+from roll.tools.terminal import option_error
+from roll.trackers.files import RUN_FILE, dumped_steps, read_samples
+
+HEALTH_FILE = "health.json"
+
+ENDED = ("finished", "interrupted", "failed")
+"""Ends of a run as its summary says them."""
+
+DIED = "died"
+"""Status of a run whose last report is out of date and which wrote no summary."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files say it.
+
+    Attributes:
+        folder: `output_dir`.
+        config: the whole configuration; empty where run.json cannot be read.
+        summary: how it ended; empty while it runs.
+        versions: of Python and the libraries.
+        rows: metrics by step, in order; row 0 is the validation before training.
+        events: faults and what was done about them.
+        status: `running`, one of ENDED, or DIED.
+        remarks: what could not be read.
+    """
+
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, float]] = ()
+    events: Sequence[Mapping[str, Any]] = ()
+    status: str = "running"
+    remarks: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("exp_name") or self.folder.resolve().name)
+
+    @property
+    def steps(self) -> Sequence[Mapping[str, float]]:
+        """Rows of training steps."""
+        return [row for row in self.rows if row["step"] > 0]
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Step and value wherever the run logged a finite value of a metric."""
+        return [(int(row["step"]), row[name]) for row in self.rows if is_number(row.get(name))]
+
+    def values(self, name: str, tail: float = 1.0) -> list[float]:
+        """Values of the last `tail` of the training steps that have the metric, at least one if there is any."""
+        found = [value for step, value in self.series(name) if step > 0]
+        return found[-max(1, round(len(found) * tail)) :]
+
+    def key(self, path: str, default: Any = None) -> Any:
+        """The value of a key of the configuration, such as `actor_train.pg_variant`."""
+        found: Any = self.config
+        for part in path.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    @cached_property
+    def start(self) -> Path:
+        """The folder that the run was started in."""
+        return working_directory(self.folder, str(self.config.get("output_dir", "")))
+
+    @cached_property
+    def dump(self) -> Path | None:
+        """The folder with the samples of its steps."""
+        folder = self.config.get("rollout_dump_dir")
+        return None if not isinstance(folder, str) else self.start / folder
+
+    @cached_property
+    def dumped(self) -> list[int]:
+        """Steps whose samples were kept."""
+        return [] if self.dump is None else dumped_steps(self.dump)
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """Rows of the dump of a step; none where it cannot be read."""
+        try:
+            rows = [] if self.dump is None else read_samples(self.dump, step)
+        except (OSError, ValueError):
+            return []
+        return [row for row in rows if _is_sample(row)]
+
+
+def read_run(folder: Path, now: float | None = None) -> Run:
+    """Everything but the samples, which are read step by step.
+
+    Raises:
+        ConfigError: the folder holds no file of a run.
+    """
+    if not any((folder / name).is_file() for name in (RUN_FILE, METRICS_FILE)):
+        reason = "has neither run.json nor metrics.jsonl" if folder.is_dir() else "is not a folder"
+        raise option_error("RUN_DIR", f"{folder} {reason}; give the output_dir of a run")
+    remarks: list[str] = []
+    record = _object(folder / RUN_FILE, remarks)
+    health = _object(folder / HEALTH_FILE, remarks)
+    rows = sorted(_rows(folder / METRICS_FILE, remarks), key=lambda row: row["step"])
+    summary = _mapping(record.get("summary"))
+    return Run(
+        folder,
+        _mapping(record.get("config")),
+        summary,
+        {str(name): str(version) for name, version in _mapping(record.get("versions")).items()},
+        rows,
+        [event for event in _lines(folder / EVENTS_FILE, remarks) if isinstance(event.get("message"), str)],
+        _status(summary, health, time.time() if now is None else now),
+        remarks,
+    )
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _status(summary: Mapping[str, Any], health: Mapping[str, Any], now: float) -> str:
+    if summary.get("status") in ENDED:
+        return str(summary["status"])
+    if health.get("status") in ENDED:
+        return str(health["status"])
+    until = health.get("valid_until")
+    return DIED if is_number(until) and float(until or 0) < now else "running"
+
+
+def _rows(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
+    """Numbers of each step, None where one was not finite; of a step that was repeated, those of the last time."""
+    rows = {row["step"]: row for row in _lines(path, remarks) if is_number(row.get("step"))}
+    return [
+        {
+            name: value if is_number(value) else None
+            for name, value in row.items()
+            if isinstance(value, int | float | None)
+        }
+        for row in rows.values()
+    ]
+
+
+def _lines(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
+    """Objects of a file with one on each line."""
+    damaged = 0
+    for line in _text(path, remarks).split("\n"):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield value
+        else:
+            damaged += 1
+    if damaged:
+        remarks.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
+
+
+def _object(path: Path, remarks: list[str]) -> Mapping[str, Any]:
+    text = _text(path, remarks)
+    if not text:
+        return {}
+    try:
+        return _mapping(json.loads(text))
+    except (ValueError, RecursionError):
+        remarks.append(f"{path.name}: is damaged")
+        return {}
+
+
+def _text(path: Path, remarks: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        remarks.append(f"{path.name}: cannot be read: {error.strerror or error}")
+        return ""
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_sample(row: object) -> bool:
+    """Whether a row has what every dump has, in the types that the page needs."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("group"), int)
+        and is_number(row.get("score"))
+        and all(isinstance(row.get(name), list) for name in ("prompt_ids", "response_ids"))
+    )

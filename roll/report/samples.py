@@ -1,0 +1,130 @@
+"""The samples of a step as the page shows them: groups by weight, equal responses once, each token with its values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll.report.findings import sample_weight, token_weights
+from roll.report.read import Run
+
+MOST_STEPS, MOST_GROUPS, MOST_ROWS, MOST_TOKENS, MOST_TURNS = 5, 12, 16, 4_000, 40
+"""What of a run the page holds; how much was left out is said there."""
+
+HEAD_TOKENS = 600
+"""Tokens of a response that are shown until the rest is asked for."""
+
+Pieces = Callable[[Sequence[int]], list[str]]
+"""f(token ids) -> the text of each; a character of several tokens belongs to the first of them."""
+
+
+def shown_steps(run: Run) -> list[int]:
+    """The newest steps with samples, and the oldest."""
+    return sorted({*run.dumped[:1], *run.dumped[-MOST_STEPS + 1 :]}, reverse=True)
+
+
+def step_groups(run: Run, step: int, pieces: Pieces) -> dict[str, Any]:
+    """The groups of a step with the most weight, for the page; JSON."""
+    rows = run.samples(step)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    weights = {number: sum(map(sample_weight, group)) for number, group in groups.items()}
+    total = sum(weights.values()) or 1.0
+    first = sorted(groups, key=lambda number: -weights[number])[:MOST_GROUPS]
+    return {
+        "step": step,
+        "samples": len(rows),
+        "live": sum(any(row.get("advantages") or []) for row in rows),
+        "groups": [_group(groups[number], weights[number] / total, pieces) for number in first],
+    }
+
+
+def _group(rows: Sequence[dict[str, Any]], share: float, pieces: Pieces) -> dict[str, Any]:
+    first, distinct = rows[0], dict[tuple[int, ...], list[dict[str, Any]]]()
+    for row in rows:
+        distinct.setdefault(tuple(row["response_ids"]), []).append(row)
+    ordered = sorted(distinct.values(), key=lambda equal: -sum(map(sample_weight, equal)))
+    truth = first.get("ground_truth")
+    return {
+        "id": str(first.get("prompt_id", "")),
+        "prompt": "" if "episode" in first else "".join(pieces(first["prompt_ids"][-MOST_TOKENS:])),
+        "truth": None if truth is None else str(truth)[:500],
+        "mean": sum(row["score"] for row in rows) / len(rows),
+        "share": share,
+        "rows": [_row(equal[0], len(equal), pieces) for equal in ordered[:MOST_ROWS]],
+        "left": len(ordered) - MOST_ROWS,
+    }
+
+
+def _row(row: Mapping[str, Any], count: int, pieces: Pieces) -> dict[str, Any]:
+    ids = row["response_ids"][:MOST_TOKENS]
+    mu, old = (_values(row, name, len(ids)) for name in ("behavior_log_probs", "old_log_probs"))
+    ratio = [_rounded(o - m) if o is not None and m is not None else None for o, m in zip(old, mu, strict=True)]
+    return {
+        "n": count,
+        "score": row["score"],
+        "tok": pieces(ids),
+        "cut": len(row["response_ids"]) - len(ids),
+        "a": _values(row, "advantages", len(ids)),
+        "w": [_rounded(weight) for weight in token_weights(dict(row))[: len(ids)]],
+        "lp": mu,
+        "lr": ratio,
+        "v": _values(row, "weight_version", len(ids)),
+        "turns": _turns(row["episode"]) if isinstance(row.get("episode"), dict) else [],
+    }
+
+
+def _turns(episode: Mapping[str, Any]) -> list[dict[str, Any]]:
+    turns = episode.get("turns")
+    known = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return [
+        {"o": str(turn.get("observation", ""))[:2000], "t": str(turn.get("text", ""))[:2000], "r": turn.get("reward")}
+        for turn in known[:MOST_TURNS]
+    ]
+
+
+def _values(row: Mapping[str, Any], name: str, count: int) -> list[float | int | None]:
+    values = row.get(name)
+    known = values[:count] if isinstance(values, list) else []
+    return [_rounded(value) for value in itertools.chain(known, itertools.repeat(None, count - len(known)))]
+
+
+def _rounded(value: Any) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    return round(value, 3) if isinstance(value, float) and math.isfinite(value) else None
+
+
+def token_pieces(run: Run) -> Pieces:
+    """The texts of tokens by the tokenizer of the trained model; its numbers where there is none on this machine."""
+    model = run.key("actor_train.model_args.model_name_or_path")
+    file = run.start / str(model) / "tokenizer.json"
+    return _pieces_of(file) if model and file.is_file() else lambda ids: [f"{token} " for token in ids]
+
+
+def _pieces_of(file: Path) -> Pieces:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        found: list[str] = []
+        before: list[int] = []
+        pending: list[int] = []
+        for token in ids:
+            pending.append(token)
+            piece = decode([*before, *pending])[len(decode(before)) :] if before else decode(pending)
+            if piece.endswith("\ufffd") and len(pending) < 4:  # a part of a character
+                continue
+            found += [piece, *[""] * (len(pending) - 1)]
+            before, pending = [token], []
+        return found + [decode([token]) for token in pending]
+
+    return pieces

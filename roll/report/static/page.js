@@ -1,0 +1,190 @@
+// Draws the page of a run from the JSON in #data. Texts of a run are hostile: they enter the page as textContent only.
+'use strict';
+const root = document.documentElement, byId = id => document.getElementById(id);
+const css = name => getComputedStyle(root).getPropertyValue(name).trim();
+const element = (tag, cls, text) => { const made = document.createElement(tag); if (cls) made.className = cls; if (text != null) made.textContent = text; return made; };
+const format = v => v == null ? '–' : Math.abs(v) >= 1e5 ? v.toExponential(1) : Math.abs(v) >= 100 ? v.toFixed(0) : Math.abs(v) >= 10 ? v.toFixed(1) : Math.abs(v) >= .1 ? v.toFixed(2) : v === 0 ? '0' : v.toPrecision(2);
+
+root.lang = navigator.language.startsWith('zh') ? 'zh' : 'en';
+byId('language').onclick = () => { root.lang = root.lang === 'zh' ? 'en' : 'zh'; };
+
+async function read() {
+  const stored = byId('data');
+  if (stored.type === 'application/json') return JSON.parse(stored.textContent);
+  const bytes = Uint8Array.from(atob(stored.textContent), c => c.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'))).text());
+}
+
+// A trailing mean does not bend at the end of a curve.
+function trend(values) {
+  const width = Math.max(1, Math.round(values.length * .1));
+  return values.map((value, i) => {
+    if (value == null) return null;
+    const near = values.slice(Math.max(0, i - width + 1), i + 1).filter(v => v != null);
+    return near.reduce((a, b) => a + b, 0) / near.length;
+  });
+}
+
+const plots = [];
+
+function chart(parent, page, title, metrics, share) {
+  const drawn = [];
+  page.runs.forEach((run, r) => metrics.forEach((name, m) => { if (run.data[name]) drawn.push({run, r, name, m}); }));
+  if (!drawn.length) return;
+  const card = element('div', 'card'), head = element('h3'), label = element('span'), last = element('em');
+  label.innerHTML = title;
+  head.append(label, last);
+  const unit = page.units[drawn[0].name];
+  const note = element('p', '', metrics.filter(n => drawn.some(d => d.name === n)).join(', ') + (unit ? ' · ' + unit[0] : ''));
+  if (unit) note.title = unit[1];
+  card.append(head, note);
+  parent.append(card);
+  const steps = [...new Set(drawn.flatMap(d => d.run.step))].sort((a, b) => a - b);
+  const at = new Map(steps.map((step, i) => [step, i]));
+  const series = [{}], data = [steps], values = [];
+  for (const d of drawn) {
+    const line = new Array(steps.length).fill(null);
+    d.run.step.forEach((step, i) => { line[at.get(step)] = d.run.data[d.name][i]; });
+    const known = line.filter(v => v != null), colour = css('--r' + (page.runs.length > 1 ? d.r + 1 : d.m + 1));
+    const dash = page.runs.length > 1 && d.m ? [4, 3] : undefined;
+    values.push({line, colour, last: known[known.length - 1]});
+    if (known.length < d.run.step.length / 3 || known.length < 12) {
+      series.push({stroke: colour, width: 2, dash, spanGaps: true, points: {show: true, size: 6, fill: css('--card'), stroke: colour}});
+      data.push(line);
+    } else {
+      series.push({stroke: colour + '55', width: 1, spanGaps: true, points: {show: false}}, {stroke: colour, width: 2, dash, spanGaps: true, points: {show: false}});
+      data.push(line, trend(line));
+    }
+  }
+  const all = values.flatMap(v => v.line).filter(v => v != null), least = Math.min(...all), most = Math.max(...all);
+  if (all.length > 2 && most - least < .02 * Math.abs(most)) { const fixed = element('small'); fixed.innerHTML = ' ' + page.words.constant; label.append(fixed); }
+  const show = i => {
+    last.replaceChildren();
+    if (i != null) last.append(element('small', '', steps[i] + ': '));
+    values.forEach((v, k) => { const part = element('span', '', (k ? ' · ' : '') + format(i == null ? v.last : v.line[i])); part.style.color = v.colour; last.append(part); });
+  };
+  show(null);
+  const axis = {stroke: css('--dim'), font: '11px Inter, system-ui', ticks: {show: false}};
+  const options = {
+    width: Math.max(120, card.clientWidth - 24), height: 152, legend: {show: false},
+    cursor: {sync: {key: 'step'}, y: false, drag: {x: true, y: false}},
+    scales: {x: {time: false, range: (u, a, b) => a === b ? [a - .5, b + .5] : [a, b]}, y: {range: share ? () => [0, 1] : (u, a, b) => { const room = (b - a) * .08 || Math.abs(b) * .1 || .1; return [a - room, b + room]; }}},
+    axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 40, values: (u, v) => v.map(format)}],
+    series, hooks: {setCursor: [u => show(u.cursor.idx)]},
+  };
+  plots.push([new uPlot(options, data, card), card]);
+}
+
+function allMetrics(page) {
+  const details = byId('all'), grid = details.querySelector('.grid'), input = byId('filter');
+  const names = [...new Set(page.runs.flatMap(run => Object.keys(run.data)))].sort();
+  let timer;
+  const draw = () => {
+    grid.replaceChildren();
+    const found = names.filter(name => name.includes(input.value.trim().toLowerCase()));
+    found.slice(0, 60).forEach(name => chart(grid, page, name, [name], false));
+  };
+  details.addEventListener('toggle', () => { if (details.open && !grid.childElementCount) draw(); });
+  input.addEventListener('input', () => { clearTimeout(timer); timer = setTimeout(draw, 200); });
+}
+
+const tints = {
+  a: v => v === 0 ? '' : mix(v > 0 ? 'good' : 'bad', 12 + Math.abs(v) * 18),
+  lr: v => Math.abs(v) < 5e-4 ? '' : mix(v > 0 ? 'r1' : 'r2', 10 + Math.abs(v) * 120),
+  lp: v => mix('warn', Math.min(60, -v * 16)),
+  v: (v, row) => { const kinds = [...new Set(row.v)]; return kinds.length < 2 ? '' : mix('r' + (kinds.indexOf(v) % 8 + 1), 40); },
+};
+const mix = (name, percent) => `color-mix(in srgb, var(--${name}) ${Math.min(60, percent).toFixed(0)}%, transparent)`;
+
+function tokens(row, tint) {
+  const box = element('span', 'tok');
+  row.tok.forEach((text, i) => {
+    if (text === '' && i) return;
+    const span = element('span', '', text.replace(/\n/g, '↵\n'));
+    const value = row[tint][i];
+    if (value != null) span.style.background = tints[tint](value, row);
+    span.dataset.tip = [['log p', row.lp[i]], ['p', row.lp[i] == null ? null : Math.exp(row.lp[i])], ['log ratio', row.lr[i]], ['advantage', row.a[i]], ['version', row.v[i]]]
+      .filter(([, v]) => v != null).map(([name, v]) => name + '  ' + (Number.isInteger(v) ? v : v.toPrecision(3))).join('\n');
+    box.append(span);
+  });
+  if (row.cut > 0) box.append(element('small', '', ' +' + row.cut));
+  return box;
+}
+
+function turns(row) {
+  const box = element('div');
+  for (const turn of row.turns) {
+    const line = element('div', 'turn');
+    line.append(element('pre', '', turn.o), element('pre', '', turn.t));
+    box.append(line);
+  }
+  return box;
+}
+
+function groups(part, page, step, tint) {
+  const box = part.querySelector('.groups'), found = page.samples[part.dataset.run].find(each => each.step === step);
+  box.replaceChildren();
+  if (!found || !found.groups.length) { const none = element('p', 'empty'); none.innerHTML = page.words.no_text; box.append(none); return; }
+  for (const group of found.groups) {
+    const made = element('div', 'group'), head = element('div');
+    if (group.prompt) head.append(element('span', 'prompt', group.prompt));
+    head.append(element('code', '', group.id));
+    if (group.truth != null) head.append(element('span', 'dim', '= ' + group.truth));
+    head.append(element('span', 'dim', 'μ ' + format(group.mean)), element('span', 'share', (100 * group.share).toFixed(1) + ' %'));
+    made.append(head);
+    for (const row of group.rows) {
+      const mean = row.a.length && row.a[0] != null ? row.a.reduce((a, b) => a + b, 0) / row.a.length : null;
+      const line = element('div', 'resp'), value = element('span', mean > 0 ? 'pos' : mean < 0 ? 'neg' : '', mean == null ? '' : (mean > 0 ? '+' : '') + mean.toFixed(2));
+      line.append(element('span', 'n', row.n + ' ×'), element('span', '', format(row.score)), value, row.turns.length ? turns(row) : tokens(row, tint));
+      made.append(line);
+    }
+    box.append(made);
+  }
+}
+
+function samples(page) {
+  document.querySelectorAll('#samples .of-run').forEach(part => {
+    const steps = [...part.querySelectorAll('[data-step]')], kinds = [...part.querySelectorAll('[data-tint]')];
+    if (!steps.length) return;
+    const chosen = {step: Number(steps[0].dataset.step), tint: 'a'};
+    const draw = () => {
+      steps.forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.step) === chosen.step));
+      kinds.forEach(button => button.setAttribute('aria-pressed', button.dataset.tint === chosen.tint));
+      groups(part, page, chosen.step, chosen.tint);
+    };
+    steps.forEach(button => button.onclick = () => { chosen.step = Number(button.dataset.step); draw(); });
+    kinds.forEach(button => button.onclick = () => { chosen.tint = button.dataset.tint; draw(); });
+    draw();
+  });
+}
+
+function chips() {
+  const buttons = [...document.querySelectorAll('.chip')];
+  buttons.forEach(button => button.onclick = () => {
+    buttons.forEach(each => each.setAttribute('aria-pressed', each === button));
+    document.querySelectorAll('.of-run').forEach(part => { part.hidden = part.dataset.run !== button.dataset.run; });
+  });
+}
+
+function tips() {
+  const tip = document.body.appendChild(element('div'));
+  tip.id = 'tip';
+  document.addEventListener('mousemove', event => {
+    const text = event.target.dataset && event.target.dataset.tip;
+    tip.style.display = text ? 'block' : 'none';
+    if (!text) return;
+    tip.textContent = text;
+    tip.style.left = Math.min(innerWidth - 184, event.clientX + 12) + 'px';
+    tip.style.top = Math.min(innerHeight - 96, event.clientY + 16) + 'px';
+  });
+}
+
+read().then(page => {
+  for (const c of page.charts) chart(document.querySelector(`[data-charts=${c.section}]`), page, c.title, c.metrics, c.share);
+  allMetrics(page);
+  samples(page);
+  chips();
+  tips();
+  addEventListener('resize', () => plots.forEach(([plot, card]) => plot.setSize({width: Math.max(120, card.clientWidth - 24), height: 152})));
+  root.dataset.ready = 'true';
+});

@@ -1,0 +1,106 @@
+"""Writes the files of small runs, healthy ones and ones that are spoiled on purpose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+CONFIG = {
+    "pipeline": "rlvr",
+    "exp_name": "small",
+    "platform": "cpu",
+    "num_devices_per_node": 3,
+    "seed": 7,
+    "output_dir": "output/small",
+    "rollout_dump_dir": "samples",
+    "response_length": 64,
+    "adv_estimator": "grpo",
+    "async_generation_ratio": 1.0,
+    "actor_train": {"pg_variant": "ppo", "model_args": {"model_name_or_path": "no/model", "dtype": "fp32"}},
+    "actor_infer": {"model_args": {"dtype": "fp32"}},
+    "source": {"given": ["seed", "actor_train.pg_variant"]},
+}
+
+
+def row(step: int, steps: int = 60) -> Row:
+    """A step of a run that learns, with some noise that is the same each time."""
+    part, noise = step / steps, math.sin(step * 12.9898) * 0.02
+    values = {
+        "step": step,
+        "actor/loss": noise,
+        "actor/grad_norm": 1.0 + noise,
+        "actor/entropy": 1.2 - 0.6 * part,
+        "actor/log_ratio_abs_mean": 0.001,
+        "rollout/reward_mean": 0.2 + 0.5 * part + noise,
+        "rollout/response_length_mean": 20.0 + noise,
+        "rollout/truncated_fraction": 0.01,
+        "advantage/zero_variance_group_fraction": 0.1,
+        "correction/ess": 0.98,
+        "correction/behavior_k3": 0.002,
+        "staleness/mean": 1.0,
+        "staleness/max": 1.0,
+        "staleness/token_max": 1.0,
+        "throughput/trainer_idle": 0.1,
+        "throughput/rollout_idle": 0.1,
+        "throughput/tokens_per_second": 1000.0,
+        "time/step": 1.0,
+        "time/train": 0.7,
+        "time/wait_prev_gen": 0.1,
+        "ledger/submitted": 8.0 * step,
+        "ledger/dropped_generation_failed": 0.0,
+    }
+    return values | ({"val/score": 0.2 + 0.5 * part} if step % 10 == 0 else {})
+
+
+def write_run(
+    folder: Path,
+    steps: int = 60,
+    spoil: Callable[[Row, float], None] | None = None,
+    config: Mapping[str, Any] | None = None,
+    status: str | None = "finished",
+    samples: list[Row] | None = None,
+    events: list[Row] | None = None,
+) -> Path:
+    """A run of so many steps; `spoil(row, part of the run)` changes its rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row(step, steps) for step in range(steps + 1)]
+    for each in rows:
+        if spoil is not None:
+            spoil(each, each["step"] / steps)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    summary = None if status is None else {"status": status, "steps": steps, "seconds": 61.0}
+    record = {
+        "config": {**CONFIG, "rollout_dump_dir": str(folder / "samples"), **(config or {})},
+        "versions": {"torch": "2"},
+    }
+    (folder / "run.json").write_text(json.dumps({**record, "summary": summary}))
+    if samples is not None:
+        (folder / "samples").mkdir(exist_ok=True)
+        lines = "".join(json.dumps(each) + "\n" for each in samples)
+        (folder / "samples" / f"step-{steps:06d}.jsonl").write_text(lines)
+    if events is not None:
+        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    return folder
+
+
+def sample(group: int, score: float, advantage: float, ids: list[int], **fields: Any) -> Row:
+    """A line of a dump."""
+    return {
+        "id": f"p{group}",
+        "prompt_id": f"p{group}",
+        "ground_truth": "7",
+        "group": group,
+        "score": score,
+        "prompt_ids": [1, 2, group + 10],
+        "response_ids": ids,
+        "behavior_log_probs": [-0.5] * len(ids),
+        "old_log_probs": [-0.6] * len(ids),
+        "weight_version": [3] * len(ids),
+        "advantages": [advantage] * len(ids),
+        **fields,
+    }

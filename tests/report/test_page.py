@@ -1,0 +1,112 @@
+"""The page as text: it stands alone, shows the run's own numbers, and escapes what a run wrote."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.base.errors import ConfigError
+from roll.report.command import report
+from roll.report.page import MOST_POINTS, make_page
+from roll.report.read import read_run
+from roll.report.text import TEXTS
+from tests.report.runs import sample, write_run
+
+HOSTILE = '</script><script>document.title="taken"</script><b>"&\u202e\x00中文'
+
+
+def payload(page: str) -> dict[str, Any]:
+    found = re.search(r"<script type=(\S+) id=data>(.*?)</script>", page, re.DOTALL)
+    assert found is not None
+    text = found[2] if found[1] == "application/json" else gzip.decompress(base64.b64decode(found[2])).decode()
+    values: dict[str, Any] = json.loads(text)
+    return values
+
+
+def test_it_requests_nothing_and_shows_the_numbers_of_the_run(tmp_path: Path) -> None:
+    page = make_page([read_run(write_run(tmp_path))])
+    assert not re.search(r"""(src|href)=["']?(?!#)|@import|url\(|fetch\(|XMLHttp""", page)
+    assert "0.2 → 0.7" in page and "60 steps" in page and "ppo, grpo, ratio 1.0" in page and "1 min 1 s" in page
+    values = payload(page)
+    assert values["runs"][0]["step"] == list(range(61))
+    assert values["runs"][0]["data"]["val/score"][::10] == pytest.approx(
+        [0.2 + 0.5 * part / 6 for part in range(7)], rel=1e-4
+    )
+    shown = {name for chart in values["charts"] for name in chart["metrics"]}
+    assert shown & {*values["runs"][0]["data"]} <= {*values["units"]}, "a chart has a metric without a unit"
+
+
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
+    rows = [sample(0, 1.0, 1.0, [1], prompt_id=HOSTILE, ground_truth=HOSTILE)]
+    config = {"exp_name": HOSTILE, "source": {"given": ["exp_name"]}}
+    events = [{"component": "x", "message": HOSTILE}]
+    page = make_page([read_run(write_run(tmp_path, config=config, samples=rows, events=events))])
+    assert "<script>document" not in page and "<b>&quot;" not in page
+    assert payload(page)["samples"][0][0]["groups"][0]["id"] == HOSTILE
+
+
+def test_equal_responses_are_one_row_and_groups_are_sorted_by_weight(tmp_path: Path) -> None:
+    rows = [sample(0, 0.0, 0.1, [1, 2]), sample(0, 1.0, 0.1, [3]), sample(1, 1.0, 2.0, [4]), sample(1, 1.0, 2.0, [4])]
+    (step,) = payload(make_page([read_run(write_run(tmp_path, samples=rows))]))["samples"][0]
+    assert [group["id"] for group in step["groups"]] == ["p1", "p0"]
+    assert [row["n"] for row in step["groups"][0]["rows"]] == [2]
+    # weights: 2 tokens of 2 (1 - e^-0.6) against 3 tokens of 0.1 (1 - e^-0.6)
+    assert step["groups"][0]["share"] == pytest.approx(4 / 4.3)
+    assert step["groups"][1]["rows"][0]["lr"] == [-0.1, -0.1]
+
+
+def test_a_long_run_keeps_the_least_and_largest_value_of_each_bucket(tmp_path: Path) -> None:
+    def spike(row: dict[str, Any], part: float) -> None:
+        row["actor/grad_norm"] = 77.0 if row["step"] == 4321 else 1.0
+
+    page = make_page([read_run(write_run(tmp_path, steps=10_000, spoil=spike))])
+    (run,) = payload(page)["runs"]
+    assert len(run["step"]) <= MOST_POINTS + 1 and run["step"] == sorted(run["step"])
+    assert max(value for value in run["data"]["actor/grad_norm"] if value is not None) == 77.0
+    assert len(page) < 1_500_000
+
+
+def test_several_runs_show_only_what_differs(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, config={"exp_name": name, "seed": seed}) for seed, name in enumerate("ab")]
+    page = make_page([read_run(folder) for folder in folders])
+    table = page[page.index("<table>") : page.index("</table>")]
+    assert "seed" in table and "pg_variant" not in table
+    assert len(payload(page)["runs"]) == 2
+    with pytest.raises(ConfigError, match="9 runs; at most 8"):
+        report(folders[:1] * 9)
+
+
+def test_empty_states_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    page = make_page([read_run(tmp_path)])
+    for key in ("no_steps", "no_samples", "no_config", "no_time"):
+        assert TEXTS[key][0] in page
+
+
+def test_both_languages_have_the_same_fields() -> None:
+    for key, (english, chinese) in TEXTS.items():
+        fields = [{name for _, name, _, _ in string.Formatter().parse(text) if name} for text in (english, chinese)]
+        assert fields[0] == fields[1], key
+
+
+def test_every_text_is_used() -> None:
+    files = [
+        path for path in Path("roll/report").rglob("*") if path.suffix in (".py", ".js") and path.name != "text.py"
+    ]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    assert {*TEXTS} <= words
+
+
+def test_the_command_writes_the_page_beside_the_run_or_says_why_not(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert report([folder]) == folder / "report.html" and (folder / "report.html").read_text().startswith("<!doctype")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--out"):
+        report([folder], tmp_path / "file" / "page.html")
