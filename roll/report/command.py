@@ -18,6 +18,7 @@ MOST_RUNS = 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `roll report`."""
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run; several are compared"
     )

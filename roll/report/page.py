@@ -123,8 +123,8 @@ def _head(run: Run) -> str:
             facts.append(text("algorithm", loss=loss, estimator=run.key("adv_estimator"), ratio=ratio))
         facts.append(text("seed", seed=run.key("seed", "?")))
     seconds = run.summary.get("seconds")
-    if is_number(seconds):
-        facts.append(text("seconds", minutes=f"{float(seconds) // 60:.0f}", seconds=f"{float(seconds) % 60:.0f}"))
+    if isinstance(seconds, int | float) and is_number(seconds):
+        facts.append(text("seconds", minutes=f"{seconds // 60:.0f}", seconds=f"{seconds % 60:.0f}"))
     good = "ok" if run.status in ("finished", "running") else "bad"
     described = " · ".join(fact.html() for fact in facts)
     return (
