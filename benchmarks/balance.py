@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import Measurement, at_most, main, median
 from benchmarks.ranks import spawn_ranks
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.datasets.micro_batches import OptimizerStepPlan
 
 TARGET_IDLE = 0.10
@@ -134,7 +134,7 @@ def _measure_rank(
     import torch.distributed as dist
 
     from roll.configs.arguments import TrainingArguments, TrainModelArguments
-    from roll.configs.megatron import MegatronTrainConfig
+    from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
     from roll.pipeline.learning.shards import sample_lengths, training_plans, training_shards

@@ -3,8 +3,8 @@
     python -m benchmarks.logprob_rounding --json FILE
 
 Models have random weights of two scales: the usual 0.02, and 0.2, whose logits are large. The tokens are sampled by
-transformers after random ones. A check fails where the bound of `roll.configs.rounding` is less than three times the
-mean; in bf16 that is asked of the usual scale alone.
+transformers after random ones. A check fails where the bound of `roll.configs.learning.rounding` is less than three
+times the mean; in bf16 that is asked of the usual scale alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Check, Measurement, at_most, main
-from roll.configs.parallel_layout import ParallelLayout
-from roll.configs.rounding import mismatch_bounds
+from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.configs.learning.rounding import mismatch_bounds
 
 CASES = [(layers, width, 64) for layers in (2, 10, 40) for width in (64, 256)] + [(10, 256, 32), (10, 256, 1024)]
 """Layers, width and tokens."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 
 
 def spawn_ranks(layout: ParallelLayout, job: Callable[..., Any], folder: Path, work: Any) -> Any:

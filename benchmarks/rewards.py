@@ -16,8 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.common import Measurement, at_least, at_most, main
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
 
@@ -35,7 +35,7 @@ HANG_S = 3.0
 
 CODE = """
 import sys
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.math_rule import math_reward
 print(math_reward(sys.argv[1], sys.argv[2], RewardConfig()))
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import Measurement, at_least, main, median
 from benchmarks.ranks import spawn_ranks
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 
 IGNORED = -100
 """Target of a token that has no loss."""
@@ -185,7 +185,7 @@ def _megatron_steps(
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """The same step through the Megatron strategy, with padded and with packed samples."""
     from roll.configs.arguments import TrainingArguments, TrainModelArguments
-    from roll.configs.megatron import MegatronTrainConfig
+    from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
     from roll.datasets.batch import Batch

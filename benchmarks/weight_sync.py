@@ -108,8 +108,8 @@ async def _update_weights(shape: dict[str, Any], config: Any, train: Any, infer:
 
 async def _update_while_running(config: Any, train: Any, infer: Any) -> list[dict[str, Any]]:
     """Reports of weight updates while requests run in place; all requests must finish with all of their tokens."""
+    from roll.distributed.calls.remote_call import ALL
     from roll.distributed.infer.infer_worker import InferWorker
-    from roll.distributed.remote_call import ALL
     from roll.distributed.weights.shared_memory import SharedMemoryTransport
     from roll.distributed.weights.synchronizer import WeightSynchronizer
     from roll.rollout.types import GenerateRequest, SamplingParams
@@ -141,7 +141,7 @@ async def _await(call: Any) -> Any:
 def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
     """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
     from roll.configs.arguments import ModelArguments, TrainModelArguments
-    from roll.configs.megatron import MegatronTrainConfig
+    from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import RLVRConfig
     from roll.configs.roles import (
         ActorInferConfig,

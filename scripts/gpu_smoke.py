@@ -19,14 +19,14 @@ import torch
 
 from roll.configs.arguments import ModelArguments, TrainingArguments, TrainModelArguments
 from roll.configs.defaults import fill_in_defaults
-from roll.configs.megatron import MegatronTrainConfig
+from roll.configs.devices.megatron import MegatronTrainConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig, ActorTrainConfig, MegatronTrainArguments, SGLangArguments
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import InferWorker
-from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards

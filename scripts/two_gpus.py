@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from roll.datasets.batch import Batch
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.infer.infer_worker import InferWorker
-from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.report import Transfer

@@ -12,8 +12,8 @@ from typing import Any
 
 from roll.base.errors import Problem
 from roll.compat.recipe import ABSENT, SGLANG, Recipe
-from roll.compat.roll import freezes_text
 from roll.compat.rules import USER_SECTIONS, Test
+from roll.compat.systems.roll import freezes_text
 
 TRAINED_ROLES = "actor_train sft_train student student_train"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.compat.recipe import MEGATRON, SAMPLING, SGLANG, TRAINING
-from roll.compat.verl import VERL_NAMES
+from roll.compat.systems.verl import VERL_NAMES
 
 Names = dict[str, str | tuple[str, ...]]
 """Name in another framework -> key or keys of this project. A name is the end of a path; `.*` is any key."""

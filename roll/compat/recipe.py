@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from roll.base.errors import Problem
 from roll.base.schema import Tree
-from roll.configs.parallel_layout import parse_device_mapping
+from roll.configs.devices.parallel_layout import parse_device_mapping
 
 SGLANG = "actor_infer.strategy_args.strategy_config"
 MEGATRON = "actor_train.strategy_args.strategy_config"

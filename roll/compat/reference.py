@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from roll.compat.rules import PIPELINES_WITH_RULES
+from roll.compat.systems.verl import VERL_KEYS
 from roll.compat.translate import MOVED, RENAMED, RULES, VALUES
-from roll.compat.verl import VERL_KEYS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "other_spellings.md"
 """The generated page."""

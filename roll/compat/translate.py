@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import SECTION, Tree
-from roll.compat.async_trainers import (
+from roll.compat.recipe import Recipe, shown
+from roll.compat.rules import USER_SECTIONS, RuleBook, Table, read_rules, translate_values
+from roll.compat.systems.async_trainers import (
     ASYNC,
     WEIGHT_RANGE,
     WEIGHT_SWITCH,
@@ -16,9 +18,8 @@ from roll.compat.async_trainers import (
     read_importance_sampling,
     read_trainer_type,
 )
-from roll.compat.recipe import Recipe, shown
-from roll.compat.roll import ROLL
-from roll.compat.roll_recipes import (
+from roll.compat.systems.roll import ROLL
+from roll.compat.systems.roll_recipes import (
     PURE_OPD_KIND,
     STUDENT_ROLE,
     drop_nulls,
@@ -27,11 +28,10 @@ from roll.compat.roll_recipes import (
     read_roll_keys,
     read_roll_recipe,
 )
-from roll.compat.rules import USER_SECTIONS, RuleBook, Table, read_rules, translate_values
-from roll.compat.verl import VERL, VERL_KEYS
-from roll.compat.verl_correction import read_rollout_correction
-from roll.compat.verl_files import place_pools, read_verl_file
-from roll.compat.vllm import VLLM, read_engine
+from roll.compat.systems.verl import VERL, VERL_KEYS
+from roll.compat.systems.verl_correction import read_rollout_correction
+from roll.compat.systems.verl_files import place_pools, read_verl_file
+from roll.compat.systems.vllm import VLLM, read_engine
 
 NO_ENDPOINT = """agents that call the policy through an OpenAI-compatible endpoint are not available yet; write the
     loop as a TextEnv (docs/environments.md)"""

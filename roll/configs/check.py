@@ -14,20 +14,20 @@ from roll.base.errors import Finding, Report, error, warning
 from roll.base.schema import YEAR_S, keys_along, value_at
 from roll.configs.agentic import AgenticConfig, check_agentic
 from roll.configs.asynchronous import check_asynchronous
-from roll.configs.batch_sizes import check_batch, check_training
-from roll.configs.device_use import check_device_use, check_reward_model_devices, check_shared_devices
+from roll.configs.devices.device_use import check_device_use, check_reward_model_devices, check_shared_devices
+from roll.configs.devices.megatron import check_kernels, check_megatron
+from roll.configs.devices.sglang_options import check_engine_options
+from roll.configs.devices.system_envs import check_variables
 from roll.configs.environments import TryEnvironment, check_entries
-from roll.configs.folders import check_files
-from roll.configs.megatron import check_kernels, check_megatron
-from roll.configs.model_files import check_engine_lengths, check_models, check_tokenizers
+from roll.configs.files.folders import check_files
+from roll.configs.files.model_files import check_engine_lengths, check_models, check_tokenizers
+from roll.configs.learning.batch_sizes import check_batch, check_training
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
-from roll.configs.rewards import check_rewards
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
 from roll.configs.rules import learning, shaping
 from roll.configs.rules.learning import LOWEST_TEMPERATURE
-from roll.configs.scoring_roles import ScoringEngineConfig, check_scoring_engine
-from roll.configs.sglang_options import check_engine_options
-from roll.configs.system_envs import check_variables
+from roll.configs.scoring.rewards import check_rewards
+from roll.configs.scoring.scoring_roles import ScoringEngineConfig, check_scoring_engine
 from roll.configs.trackers import TRACKER_OPTIONS, check_trackers
 
 SHORTEST_TIMEOUT_S = 0.01

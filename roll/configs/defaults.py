@@ -11,11 +11,11 @@ from typing import Any
 from roll.algorithms.policy_options import proximal_source, ratio_base, traits_of
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig
-from roll.configs.built_in_rewards import BUILT_IN, built_in_of, scoring_role
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig
+from roll.configs.learning.rounding import mismatch_bounds
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
-from roll.configs.rounding import mismatch_bounds
+from roll.configs.scoring.built_in_rewards import BUILT_IN, built_in_of, scoring_role
 from roll.hub.generated import held_out, is_generated
 from roll.hub.names import local_model
 from roll.models.families.hf_config import UnsupportedModel

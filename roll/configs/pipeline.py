@@ -20,8 +20,7 @@ from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
 from roll.base.schema import YEAR_S, Condition, Source, internal, needs, one_or_many, option, part, time_text
 from roll.configs.arguments import ENGINE_RUNS, LONGEST_SAMPLING_MASK, pipelines
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
-from roll.configs.built_in_rewards import scoring_role
-from roll.configs.rewards import RewardConfig
+from roll.configs.devices.system_envs import environment
 from roll.configs.roles import (
     DEVICE_ROLES,
     ActorInferConfig,
@@ -33,8 +32,9 @@ from roll.configs.roles import (
     TrainedRoleConfig,
     ValidationConfig,
 )
-from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
-from roll.configs.system_envs import environment
+from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.scoring.rewards import RewardConfig
+from roll.configs.scoring.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
 from roll.configs.trackers import TrackerName
 
 

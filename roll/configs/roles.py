@@ -22,9 +22,9 @@ from roll.configs.arguments import (
     TrainModelArguments,
 )
 from roll.configs.asynchronous import PROMPTS_MIX
-from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
-from roll.configs.parallel_layout import ParallelLayout, parse_device_mapping
-from roll.configs.system_envs import environment
+from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig
+from roll.configs.devices.parallel_layout import ParallelLayout, parse_device_mapping
+from roll.configs.devices.system_envs import environment
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""

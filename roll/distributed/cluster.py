@@ -21,7 +21,10 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.configs.parallel_layout import ParallelLayout, spans
+from roll.configs.devices.parallel_layout import ParallelLayout, spans
+from roll.distributed.calls.remote_call import ClusterClient, RemoteCall, WorkerT, retrieve_error
+from roll.distributed.calls.remote_errors import PROCESS_DIED, WATCH, ClusterError, Failure, failure_of
+from roll.distributed.calls.rpc_batching import RpcActor
 from roll.distributed.process_groups import hold_port
 from roll.distributed.processes import (
     descendants,
@@ -35,9 +38,6 @@ from roll.distributed.processes import (
     print_to,
     process_environment,
 )
-from roll.distributed.remote_call import ClusterClient, RemoteCall, WorkerT, retrieve_error
-from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError, Failure, failure_of
-from roll.distributed.rpc_batching import RpcActor
 from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from roll.configs.parallel_layout import parse_device_mapping
+from roll.configs.devices.parallel_layout import parse_device_mapping
 
 
 @dataclass(frozen=True)

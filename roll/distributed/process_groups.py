@@ -92,7 +92,7 @@ def join_all_ranks(
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from roll.platforms.cpu.gloo_device import share_gloo_device
+    from roll.platforms.gloo_device import share_gloo_device
 
     if platform.collective_backend == "gloo":
         share_gloo_device()

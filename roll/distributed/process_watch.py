@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from roll.base.events import Repeats
+from roll.distributed.calls.remote_errors import PROCESS_DIED, WATCH, ClusterError
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.ray_session import dead_ray_process, ray_processes
-from roll.distributed.remote_errors import PROCESS_DIED, WATCH, ClusterError
 from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
 
 if TYPE_CHECKING:

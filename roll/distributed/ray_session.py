@@ -22,10 +22,10 @@ from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
 from ray.job_config import JobConfig
 
-from roll.configs.system_envs import joins_ray
+from roll.configs.devices.system_envs import joins_ray
+from roll.distributed.calls.remote_errors import RAY_GUESSES
 from roll.distributed.leftovers import make_session_folder, remove_leftovers, remove_session
 from roll.distributed.processes import ProcessGroup, has_ended, import_path
-from roll.distributed.remote_errors import RAY_GUESSES
 from roll.platforms.platform import LOOPBACK
 
 if TYPE_CHECKING:

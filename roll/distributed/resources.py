@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from roll.configs.parallel_layout import by_node, spans
+from roll.configs.devices.parallel_layout import by_node, spans
 from roll.distributed.core_pinning import Topology, cores_of, read_topology, threads_of
 from roll.distributed.ray_session import CPU_SLOT, dead_ray_process
 from roll.platforms.platform import LOOPBACK

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 from roll.configs.asynchronous import InFlightPolicy
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import CACHE, WEIGHTS, InferWorker
-from roll.distributed.remote_call import ALL
 from roll.distributed.train.host_copies import ALL_STATES, StateKind
 from roll.distributed.train.train_worker import TrainWorker
 

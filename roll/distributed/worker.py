@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
-from roll.configs.parallel_layout import RankCoordinates
+from roll.configs.devices.parallel_layout import RankCoordinates
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig

@@ -17,7 +17,7 @@ from gymnasium.spaces import Text
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Converter, declared, option
 from roll.base.text import nearest
-from roll.configs.rewards import LARGEST_REWARD, is_trainable
+from roll.configs.scoring.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.user_code import definition_of
 from roll.loading.suggestions import unknown
 

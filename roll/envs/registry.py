@@ -40,7 +40,7 @@ built-in one:
    actions in `texts` of the same file, and a test file of its own;
 4. docs/environments.md, of which `tests/envs/test_documentation.py` requires its name, id, options and metrics, and its
    mention in README.md;
-5. its names in recipes of ROLL, if it has any, in `roll/compat/environments.py`."""
+5. its names in recipes of ROLL, if it has any, in `roll/compat/systems/environments.py`."""
 
 SIMILAR_NAMES = ("sokoban_sandbox", "sokoban_mcp")
 """Environments of other projects whose names look like misspelled names of built-in ones."""

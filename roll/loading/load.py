@@ -17,7 +17,7 @@ from roll.base.schema import Converter, Source, Tree, declared, known_keys, one_
 from roll.base.text import nearest
 from roll.compat.capabilities import missing_capabilities
 from roll.compat.names import NAMES, SHORT_NAMES, VALUE_HINTS
-from roll.compat.roll_recipes import PAIR_KEYS
+from roll.compat.systems.roll_recipes import PAIR_KEYS
 from roll.compat.translate import MOVED, SPELLINGS, translate
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check, check_keys

@@ -13,9 +13,9 @@ from roll.algorithms.advantage_options import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.arguments import TEMPLATES
+from roll.configs.devices.sglang_options import OWNED
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
-from roll.configs.sglang_options import OWNED
 from roll.configs.trackers import TRACKER_OPTIONS
 from roll.loading.load import PIPELINES
 from roll.models.families.registry import architectures

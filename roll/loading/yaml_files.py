@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll.base.errors import ConfigError, Problem, git_lfs_pointer, similar_path, unreachable
 from roll.base.schema import Tree
-from roll.compat.environments import base_file
+from roll.compat.systems.environments import base_file
 from roll.compat.translate import respell
 
 FLOAT = re.compile(r"[-+]?((?!0[0-9])[0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from roll.base.checksums import damage, write_checksums
 from roll.base.errors import RunError
 from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
-from roll.pipeline.checksums import damage, write_checksums
 from roll.trackers.files import RUN_FILE, DiskFullError, free_bytes, is_disk_full, megabytes
 
 logger = logging.getLogger(__name__)

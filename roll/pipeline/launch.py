@@ -14,9 +14,9 @@ from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import DRIVER, EventLog, set_aside_events
 from roll.base.terminal import EXIT_INTERRUPTED, TERMINATION, end_now, handle_interrupt, say
 from roll.configs.pipeline import BaseConfig
+from roll.distributed.calls.remote_errors import ClusterError
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.ray_session import RayStartError
-from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceError
 from roll.distributed.weights.synchronizer import WeightUpdateError
 from roll.pipeline.checkpoint import CheckpointError

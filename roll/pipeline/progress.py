@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed.remote_errors import ClusterError
+from roll.distributed.calls.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
 from roll.pipeline.parts import BatchHook, Learner, WeightUpdates

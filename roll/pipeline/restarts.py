@@ -17,9 +17,9 @@ from roll.base.errors import RunError
 from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
 from roll.configs.trackers import METRICS_FILE
+from roll.distributed.calls.remote_errors import WATCH, ClusterError, one_line
 from roll.distributed.processes import gc_freeze, gc_unfreeze, log_file
 from roll.distributed.ray_session import RAY_PROCESSES
-from roll.distributed.remote_errors import WATCH, ClusterError, one_line
 from roll.pipeline.checkpoint import CheckpointError, checkpoints_of, step_of
 from roll.pipeline.health import INTERVAL_S, Health, read_in_time
 from roll.pipeline.session import Session

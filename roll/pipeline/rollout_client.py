@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll.base.events import EventLog
-from roll.distributed.remote_actor import RemoteActor
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, one_line
+from roll.distributed.calls.remote_actor import RemoteActor
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError, one_line
 from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
 

@@ -14,7 +14,9 @@ from psutil import Process
 from roll.base.events import EventLog
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig
-from roll.configs.scoring_roles import RewardEngineConfig
+from roll.configs.scoring.scoring_roles import RewardEngineConfig
+from roll.distributed.calls.remote_actor import RemoteActor
+from roll.distributed.calls.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import InferWorker
@@ -22,8 +24,6 @@ from roll.distributed.infer.score_worker import ScoreWorker
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.process_watch import ProcessWatch, ray_death
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.remote_actor import RemoteActor
-from roll.distributed.remote_errors import ClusterError, deadline_scope, one_line
 from roll.distributed.resources import ResourceManager
 from roll.distributed.shared_devices import SharedDevices
 from roll.distributed.train.train_worker import TrainWorker

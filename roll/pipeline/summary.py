@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
+from roll.configs.scoring.built_in_rewards import scoring_role
 from roll.configs.trackers import METRICS_FILE
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import HF_FOLDER, checkpoints_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
-from roll.configs.log_prob_passes import samples_with_own_pass, training_gives_old_log_probs
+from roll.configs.learning.log_prob_passes import samples_with_own_pass, training_gives_old_log_probs
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import ActorTrainConfig, TrainedRoleConfig
 

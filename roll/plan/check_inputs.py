@@ -17,11 +17,11 @@ from typing import Any
 from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
-from roll.configs.built_in_rewards import built_in_of, is_comparison, scoring_role
 from roll.configs.environments import names_class
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import RewardConfig, no_reward, rewards_of, truths_read
-from roll.configs.scoring_roles import JudgeConfig
+from roll.configs.scoring.built_in_rewards import built_in_of, is_comparison, scoring_role
+from roll.configs.scoring.rewards import RewardConfig, no_reward, rewards_of, truths_read
+from roll.configs.scoring.scoring_roles import JudgeConfig
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, read_prompt, repeated_ids

@@ -15,11 +15,11 @@ from roll.base.errors import ConfigError, Finding, Report, error, missing, warni
 from roll.base.text import gibibytes
 from roll.configs.check import check
 from roll.configs.defaults import fill_in_mismatch
-from roll.configs.model_files import check_head_sizes
-from roll.configs.parallel_layout import by_node, spans
+from roll.configs.devices.parallel_layout import by_node, spans
+from roll.configs.devices.system_envs import compiler_problem, joins_ray
+from roll.configs.files.model_files import check_head_sizes
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig
-from roll.configs.system_envs import compiler_problem, joins_ray
 from roll.plan.memory import STATE_LINES, memory_plans, model_shapes
 
 GPUS_PER_NODE = 8

@@ -12,10 +12,10 @@ from fractions import Fraction
 
 from roll.base.text import gibibytes
 from roll.configs.arguments import DTYPE_BYTES, OLD_LOG_PROBS
-from roll.configs.megatron import part_layers, stage_layers, virtual_stages
+from roll.configs.devices.megatron import part_layers, stage_layers, virtual_stages
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
-from roll.configs.scoring_roles import ScoringEngineConfig
+from roll.configs.scoring.scoring_roles import ScoringEngineConfig
 from roll.hub.names import local_model
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.shape import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES, ModelShape, read_model_shape

@@ -10,7 +10,7 @@ from typing import Any
 from roll.base.errors import ConfigError
 from roll.base.text import gibibytes
 from roll.configs.check import check
-from roll.configs.model_files import check_head_sizes
+from roll.configs.files.model_files import check_head_sizes
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig, RoleConfig
 from roll.hub.find import Download, LookUp

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from roll.base.terminal import make_console
 from roll.base.text import gibibytes
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 from roll.plan.plan import Plan, RolePlan, needed_memory, shared_device_memory
 
 UNBROKEN = ("role", "engine", "dtype", "workers", "layout")

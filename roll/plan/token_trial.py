@@ -86,7 +86,7 @@ def _run(
 def try_tokenizers(config: BaseConfig) -> Report:
     """Reads the tokenizer of every model; the policy's encodes the stop strings and the turns of agents."""
     from roll.datasets.tokenizer import conversation_encoder
-    from roll.rollout.sampling import sampling_params
+    from roll.rollout.types import sampling_params
 
     report = Report()
     policy = config.actor_train.model_args.model_name_or_path

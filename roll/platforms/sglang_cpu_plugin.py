@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roll.platforms.cpu.gloo_device import share_gloo_device
+from roll.platforms.gloo_device import share_gloo_device
 from roll.platforms.platform import LOOPBACK, never_compile
 
 PLATFORM_CLASS = "roll.platforms.cpu.sglang_platform:SglangCpuPlatform"

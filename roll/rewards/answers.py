@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 
-from roll.configs.built_in_rewards import built_in_of
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import built_in_of
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.math_rule import boxed
 

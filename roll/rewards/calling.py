@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from roll.base.errors import RunError
 from roll.base.text import nearest
-from roll.configs.built_in_rewards import built_in_of, is_comparison
-from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable
+from roll.configs.scoring.built_in_rewards import built_in_of, is_comparison
+from roll.configs.scoring.rewards import LARGEST_REWARD, RewardConfig, is_trainable
 from roll.configs.user_code import definition_of
 from roll.datasets.prompts import Message, Question
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import SelfTest, without_reasoning
 from roll.sandbox.assertions import free_names
 from roll.sandbox.client import Job, Limits, Sandbox

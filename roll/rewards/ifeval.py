@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from roll.base.text import nearest
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import SelfTest, without_reasoning
 from roll.rewards.instructions import IFEVAL, ROLL
 

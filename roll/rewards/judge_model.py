@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.datasets.templates import PromptEncoder
 from roll.rewards.calling import RewardOutcome, RewardRequest

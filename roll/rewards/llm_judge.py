@@ -10,7 +10,7 @@ import string
 from functools import cache
 from typing import Any
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 
 FIRST_DELAY_S = 0.5
 """Mean wait before the first repeated request; it doubles with each, up to LONGEST_DELAY_S."""

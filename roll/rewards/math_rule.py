@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import TooLong, without_reasoning
 from roll.rewards.math_answers import NO_UNITS, UNITS, same_answer
 from roll.rewards.math_values import TooLongError

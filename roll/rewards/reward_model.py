@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.rewards import is_trainable
+from roll.configs.scoring.rewards import is_trainable
 from roll.datasets.prompts import Question
 from roll.datasets.templates import PromptEncoder
 from roll.rewards.calling import RewardOutcome, RewardRequest

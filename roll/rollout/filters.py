@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from roll.configs.rewards import QueryFilterConfig
+    from roll.configs.scoring.rewards import QueryFilterConfig
 
 ZERO_VARIANCE = "filtered_zero_variance"
 MEAN_LOW = "filtered_mean_low"

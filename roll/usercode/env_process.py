@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from roll.configs.rewards import LARGEST_REWARD, is_trainable
+from roll.configs.scoring.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.user_code import failure_text
 from roll.envs import TextEnv, make_env
 from roll.envs.base import Aggregation

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from roll.configs.built_in_rewards import is_comparison
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
+from roll.configs.scoring.built_in_rewards import is_comparison
+from roll.configs.scoring.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.rewards.calling import TOO_LONG, RewardFunctionError, RewardOutcome, RewardRequest
 from roll.usercode import reward_process
 from roll.usercode.containment import TOO_MANY_PROCESSES, TOO_MUCH_MEMORY

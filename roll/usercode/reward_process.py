@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from roll.configs.built_in_rewards import built_in_of, is_comparison
-from roll.configs.rewards import DEFAULT_CONCURRENCY, RewardConfig
+from roll.configs.scoring.built_in_rewards import built_in_of, is_comparison
+from roll.configs.scoring.rewards import DEFAULT_CONCURRENCY, RewardConfig
 from roll.configs.user_code import (
     UserCodeError,
     failure_text,

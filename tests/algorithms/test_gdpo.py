@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.aggregation import EPSILON, whiten
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from tests.algorithms.trajectories import single_turns
 
 GDPO = AdvantageSettings(adv_estimator="gdpo", reward_weights=(1.0, 0.5))

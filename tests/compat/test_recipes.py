@@ -11,7 +11,7 @@ import yaml
 from roll.base.errors import ConfigError
 from roll.base.schema import value_at
 from roll.compat.recipe import Recipe
-from roll.compat.roll import ROLL
+from roll.compat.systems.roll import ROLL
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
 from roll.configs.pipeline import BaseConfig, RLVRConfig

@@ -8,17 +8,17 @@ from pathlib import Path
 import yaml
 
 from roll.base.schema import known_keys, value_at
-from roll.compat.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
 from roll.compat.names import NAMES, SHORT_NAMES
 from roll.compat.recipe import Recipe
 from roll.compat.reference import PAGE, render_spellings
 from roll.compat.rules import read_rules
+from roll.compat.systems.async_trainers import KIND, WEIGHT_RANGE, WEIGHT_SWITCH
+from roll.compat.systems.verl import VERL_KEYS, VERL_NAMES
+from roll.compat.systems.verl_correction import read_rollout_correction
 from roll.compat.translate import MOVED, RENAMED, RULES
-from roll.compat.verl import VERL_KEYS, VERL_NAMES
-from roll.compat.verl_correction import read_rollout_correction
 from roll.configs.agentic import AgenticConfig
+from roll.configs.devices.sglang_options import server_options
 from roll.configs.pipeline import DPOConfig, RLVRConfig
-from roll.configs.sglang_options import server_options
 from roll.loading.load import PIPELINES
 from tests.configs.samples import DPO_KEYS, READ_KEYS
 

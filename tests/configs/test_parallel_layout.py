@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.configs.parallel_layout import ParallelLayout, RankCoordinates, parse_device_mapping, spans
+from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates, parse_device_mapping, spans
 from tests.configs.samples import rlvr
 
 RANKS = st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from roll.base.errors import ConfigError
 from roll.base.text import gibibytes
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 from roll.loading.load import load_config
 from roll.models.families.shape import read_model_shape
 from roll.plan.hardware import Hardware, prepare_run

@@ -7,7 +7,7 @@ import sys
 
 from roll.base.schema import known_keys
 from roll.configs.arguments import TEMPLATES
-from roll.configs.sglang_options import OWNED, server_options
+from roll.configs.devices.sglang_options import OWNED, server_options
 from roll.loading.load import PIPELINES
 from roll.loading.reference import PATH, render
 

@@ -20,7 +20,7 @@ from roll.configs.roles import (
     RoleConfig,
     ValidationConfig,
 )
-from roll.configs.scoring_roles import JudgeConfig, RewardModelRoleConfig
+from roll.configs.scoring.scoring_roles import JudgeConfig, RewardModelRoleConfig
 from roll.loading.load import PIPELINES
 from tests.configs.samples import SFT, refusal, rlvr, sft
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.configs.rounding import mismatch_bounds
+from roll.configs.learning.rounding import mismatch_bounds
 
 FP32, BF16 = ("fp32", "fp32"), ("bf16", "bf16")
 

@@ -355,7 +355,7 @@ def test_missing_resources_stop_a_run_only(tmp_path: Path, monkeypatch: pytest.M
 def test_engine_options_are_not_checked_where_sglang_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll.configs.sglang_options.server_options", lambda: None)
+    monkeypatch.setattr("roll.configs.devices.sglang_options.server_options", lambda: None)
     warnings = check(rlvr(tmp_path, f"{SGLANG}.anything=1")).warnings
     assert [str(warning) for warning in warnings] == [
         f"{SGLANG}: sglang is not installed here: anything were not checked against its options"

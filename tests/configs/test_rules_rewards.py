@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from roll.base.errors import ConfigError
-from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.check import check
 from roll.configs.pipeline import RLVRConfig, RLVREngineRewardConfig
-from roll.configs.rewards import RewardConfig, domain_of, rewards_of, truths_read
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig, domain_of, rewards_of, truths_read
 from roll.plan.hardware import prepare_run
 from roll.plan.plan import make_plan
 from tests.configs.samples import SERVER, refusal, rlvr

@@ -17,10 +17,10 @@ import pytest
 
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed import process_watch, ray_session
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
 from roll.distributed.core_pinning import Topology
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.process_watch import ProcessWatch
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, CallContext, ClusterError
 from roll.distributed.resources import Node, ResourceManager
 from roll.usercode.stopped import StopTimes
 

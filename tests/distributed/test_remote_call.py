@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import ray
 
-from roll.configs.parallel_layout import ParallelLayout
-from roll.distributed.remote_call import ALL, ClusterClient, RemoteCall
-from roll.distributed.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, ray_failure
-from roll.distributed.rpc_batching import RpcActor
+from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.distributed.calls.remote_call import ALL, ClusterClient, RemoteCall
+from roll.distributed.calls.remote_errors import PROCESS_DIED, CallContext, ClusterError, Failure, ray_failure
+from roll.distributed.calls.rpc_batching import RpcActor
 from roll.distributed.worker import Worker
 
 BOTH = pytest.mark.parametrize("batched", [False, True], ids=["ray", "batched"])

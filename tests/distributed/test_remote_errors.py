@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from roll.base.errors import RunError
-from roll.distributed.remote_errors import (
+from roll.distributed.calls.remote_errors import (
     PROCESS_DIED,
     TIMEOUT,
     CallContext,

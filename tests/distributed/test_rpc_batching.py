@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.rpc_batching import Answer, Call, CallError, RpcActor, RpcClient
+from roll.distributed.calls.rpc_batching import Answer, Call, CallError, RpcActor, RpcClient
 
 
 class Actor:

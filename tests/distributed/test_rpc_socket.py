@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.distributed.rpc_socket import Connection, MessageError
+from roll.distributed.calls.rpc_socket import Connection, MessageError
 
 SIZES = st.one_of(st.integers(0, 100), st.integers(60_000, 70_000), st.just(500_000))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.compat.async_trainers import ASYNC
+from roll.compat.systems.async_trainers import ASYNC
 from roll.configs.pipeline import RLVRConfig
 from roll.loading.load import load_config
 from roll.pipeline.extensions import load_extensions

@@ -10,7 +10,7 @@ import pytest
 from examples.smollm2_135m.demo import RECIPE, pretrained
 from examples.smollm2_135m.weights import FILE, gguf_weights
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import rewards_of
+from roll.configs.scoring.rewards import rewards_of
 from roll.hub.names import HubError
 from roll.loading.load import load_config
 from roll.plan.plan import make_plan

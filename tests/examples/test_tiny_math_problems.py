@@ -7,7 +7,7 @@ import pytest
 
 from examples.tiny_math.problems import LEVELS, Expression, Term, generate, main, parse_levels
 from roll.configs.arguments import DataArguments
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
 from roll.rewards.math_rule import math_reward

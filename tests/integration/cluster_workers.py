@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from roll.base.errors import RunError
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.worker import Worker, register
 
 

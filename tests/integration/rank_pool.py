@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.process_groups import hold_port, release_port
 
 SIZE = 4
@@ -61,7 +61,7 @@ class RankContext:
         With `infer` the model is frozen; with `reward_model` too, it is that of role `reward`.
         """
         from roll.configs.arguments import MegatronModelArguments, TrainingArguments, TrainModelArguments
-        from roll.configs.megatron import MegatronConfig, MegatronTrainConfig
+        from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig
         from roll.configs.pipeline import SFTConfig
         from roll.configs.roles import (
             ActorTrainConfig,
@@ -71,7 +71,7 @@ class RankContext:
             MegatronTrainArguments,
             RewardModelTrainConfig,
         )
-        from roll.configs.scoring_roles import RewardModelRoleConfig
+        from roll.configs.scoring.scoring_roles import RewardModelRoleConfig
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()

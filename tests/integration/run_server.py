@@ -24,14 +24,14 @@ import ray
 from roll.cli import main as roll
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import ActorInferConfig, MegatronRoleConfig
+from roll.distributed.calls.remote_actor import ObjectT, P, RemoteActor
+from roll.distributed.calls.remote_errors import Failure
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, Cluster, WorkerT
 from roll.distributed.infer import sglang_engine
 from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.infer.sglang_engine import Engine
 from roll.distributed.processes import gc_unfreeze, log_file, print_to, process_environment
 from roll.distributed.ray_session import start_ray
-from roll.distributed.remote_actor import ObjectT, P, RemoteActor
-from roll.distributed.remote_errors import Failure
 from roll.distributed.resources import ResourceManager
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.worker import WorkerRank

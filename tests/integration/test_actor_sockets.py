@@ -15,10 +15,10 @@ import pytest
 import ray
 
 from roll.configs.pipeline import BaseConfig
-from roll.distributed import rpc_socket
+from roll.distributed.calls import rpc_socket
+from roll.distributed.calls.rpc_batching import CallError, RpcActor, RpcClient, rpc_client
+from roll.distributed.calls.rpc_socket import MessageError
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.rpc_batching import CallError, RpcActor, RpcClient, rpc_client
-from roll.distributed.rpc_socket import MessageError
 
 pytestmark = pytest.mark.integration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -18,15 +18,15 @@ import psutil
 import pytest
 from cluster_workers import AsyncEcho, Echo
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
+from roll.distributed.calls.remote_actor import RemoteActor
+from roll.distributed.calls.remote_call import ALL
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.cluster import Cluster
 from roll.distributed.processes import has_ended, log_file
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.remote_actor import RemoteActor
-from roll.distributed.remote_call import ALL
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager
 
 pytestmark = pytest.mark.integration

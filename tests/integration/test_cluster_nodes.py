@@ -20,13 +20,13 @@ from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE
 from roll.base.terminal import EXIT_INTERRUPTED
 from roll.cli import main
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.cluster import Cluster
 from roll.distributed.model_download import fetch_on_nodes
 from roll.distributed.ray_session import CPU_SLOT, start_ray, stop_ray
-from roll.distributed.remote_call import ALL
 from roll.distributed.resources import ResourceError, ResourceManager
 from roll.tools.doctor import measure
 from tests.configs.samples import SFT, write

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import token_batch
 from tests.integration.test_megatron_strategy import tensors_of

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from roll.configs.arguments import TrainingArguments
-from roll.configs.megatron import MegatronTrainConfig, part_layers, with_defaults
+from roll.configs.devices.megatron import MegatronTrainConfig, part_layers, with_defaults
 
 pytestmark = pytest.mark.integration
 

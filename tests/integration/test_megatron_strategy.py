@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import STEPS, TEMPERATURE, token_batch
 from tests.models.renamed_llama import write_renamed

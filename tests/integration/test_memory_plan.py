@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.rank_pool import RankPool
 

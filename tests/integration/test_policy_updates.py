@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorTrainConfig
 from roll.datasets.collate import sampling_masks

@@ -10,7 +10,7 @@ import torch
 from sglang_host import RemoteEngine, largest_difference
 
 from examples.smollm2_135m.weights import gguf_weights
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.hub.names import HubError, converted_folder

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.reward_scenario import CENTERING, PAD, STEPS, TRAINING, sequences
 from tests.integration.test_critic_model import write_reward_model

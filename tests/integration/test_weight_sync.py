@@ -25,12 +25,12 @@ from roll.configs.roles import (
     SGLangArguments,
 )
 from roll.datasets.batch import Batch
+from roll.distributed.calls.remote_call import ALL
+from roll.distributed.calls.remote_errors import ClusterError
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.processes import descendants
 from roll.distributed.ray_session import start_ray, stop_ray
-from roll.distributed.remote_call import ALL
-from roll.distributed.remote_errors import ClusterError
 from roll.distributed.resources import ResourceManager
 from roll.distributed.weights.broadcast import BroadcastTransport
 from roll.distributed.weights.report import Transfer, UpdateReport

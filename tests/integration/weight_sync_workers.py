@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.cluster import Cluster
-from roll.distributed.remote_call import ALL
 from roll.distributed.train import weight_sender as sender
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.algorithms.losses import LOSSES, LossScale
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
 

@@ -13,7 +13,7 @@ import torch
 from roll.algorithms.advantages import GREEDY_KEYS, AdvantageSettings, compute_advantages, read_greedy
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import FilterArguments, QueryFilterConfig
+from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig
 from roll.pipeline.kinds.rlvr import RLVRWorker
 from roll.pipeline.kinds.scorer import Scorer
 from roll.rollout.admission import AdmissionSettings

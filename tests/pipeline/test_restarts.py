@@ -20,7 +20,7 @@ from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.base.schema import Source
 from roll.configs.pipeline import BaseConfig, SFTConfig
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import launch as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
 from roll.pipeline.health import Health, watched

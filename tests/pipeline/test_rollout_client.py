@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.base.events import EVENTS_FILE, EventLog
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline.rollout_client import RolloutClient
 from roll.rollout.rollouter import Rollouter
 from tests.rollout.test_rollouter import BATCH, Scripted, prompts_of, rollouter

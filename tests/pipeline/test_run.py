@@ -17,7 +17,7 @@ from roll.base.errors import RunError, RunInterrupted
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.datasets.batch import Batch
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weights.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.launch import run as run_whole

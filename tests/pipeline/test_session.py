@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from roll.configs.pipeline import BaseConfig, SFTConfig
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import session as module
 from roll.pipeline.session import Session
 

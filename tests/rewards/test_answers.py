@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.answers import SELF_TEST, choice, exact_match, multiple_choice, normalized, regex, stated_answer
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards import code_sandbox
 from roll.rewards.calling import RewardRequest
 from roll.rewards.code_sandbox import code_reward, program_in, read_tests, same_output

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.ifeval import SELF_TEST, ifeval_reward, instructions
 from roll.rewards.instructions import IFEVAL, ROLL
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.answers import exact_match, multiple_choice
 from roll.rewards.code_sandbox import _same_result, program_in, same_output
 from roll.rewards.ifeval import INSTRUCTIONS

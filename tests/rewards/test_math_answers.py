@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardFunction
 from roll.rewards.math_answers import same_answer
 from roll.rewards.math_rule import math_reward

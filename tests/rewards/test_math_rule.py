@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.math_rule import SELF_TEST, boxed, extract_answer, last_number, math_reward
 
 

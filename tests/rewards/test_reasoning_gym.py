@@ -7,7 +7,7 @@ import json
 import pytest
 from reasoning_gym import create_dataset
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.reasoning_gym import reasoning_gym_reward
 
 pytestmark = pytest.mark.slow  # reasoning-gym takes two seconds to import

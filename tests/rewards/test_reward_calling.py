@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import ALL, READS, RewardFunction, RewardFunctionError, RewardOutcome, RewardRequest
 from roll.usercode.reward_process import checked_answer

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import ALL, RewardOutcome, RewardRequest
 from roll.usercode.reward_pool import RewardPool
 

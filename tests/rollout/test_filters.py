@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.configs.rewards import FilterArguments, QueryFilterConfig
+from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig
 from roll.rollout.filters import QueryFilter, StarvationLimit
 
 RIGHT, WRONG, MIXED = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 1.0]

@@ -11,7 +11,7 @@ import subprocess
 import time
 from typing import Any
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 
 SELF_TEST = (("1", "1", True), ("2", "1", True))
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.usercode.containment import COUNT_INTERVAL_S, takes_more_than
 from roll.usercode.reward_pool import RewardPool
@@ -84,7 +84,7 @@ SCORED = ("flood stdout", "flood stderr", "leave a child", "leave a daemon", "le
 
 DRIVER = f"""
 import asyncio
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
 from tests.processes import command_of

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import time
 
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.output import LIMIT_BYTES, LIMIT_WINDOW_S, OutputLimit, RewardOutput
 from roll.usercode.reward_pool import RewardPool

@@ -13,8 +13,8 @@ from types import ModuleType
 import psutil
 import pytest
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.configs.user_code import UserCodeError
 from roll.rewards.calling import RewardFunctionError, RewardRequest
 from roll.usercode import reward_process
@@ -204,8 +204,8 @@ def test_a_trial_on_the_first_prompt_reports_file_and_line_first(name, message):
 
 DRIVER = f"""
 import asyncio
-from roll.configs.rewards import RewardConfig
-from roll.configs.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from roll.algorithms.advantage_options import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.base.errors import Report
 from roll.configs.agentic import AgenticConfig
-from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLConfig, RLVRConfig
-from roll.configs.rewards import RewardConfig, rewards_of
+from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.scoring.rewards import RewardConfig, rewards_of
 
 
 def check_shaping(config: RLConfig, report: Report) -> None:

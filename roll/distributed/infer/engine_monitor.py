@@ -18,10 +18,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from roll.base.events import Repeats
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.cluster import Cluster, NodeLostError
 from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.infer.sglang_engine import EngineNotRunningError
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from roll.distributed.calls.remote_errors import Failure, ray_failure
 from roll.distributed.infer.sglang_engine import STOP_TIMEOUT_S, Engine, EngineError, make_engine
-from roll.distributed.remote_errors import Failure, ray_failure
 from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:

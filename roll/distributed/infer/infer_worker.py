@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from roll.base.events import EventLog
 from roll.configs.asynchronous import versions_ahead
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.infer.engine_node import EngineNode, FurtherNodes
 from roll.distributed.infer.sglang_engine import (
     Engine,
@@ -24,7 +25,6 @@ from roll.distributed.infer.sglang_engine import (
 from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.infer.weight_receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.processes import gc_freeze, pin
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.worker import P, ResultT, StrategyMethod, WorkerRank, register
 from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
@@ -32,7 +32,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
-    from roll.distributed.remote_call import ClusterClient
+    from roll.distributed.calls.remote_call import ClusterClient
 
 PROBE_TOKEN = 1
 """Prompt of the request that checks a started engine; any token id would do."""

@@ -18,10 +18,10 @@ import psutil
 
 from roll.base.errors import RunError
 from roll.configs.arguments import TORCH_DTYPES
+from roll.configs.devices.system_envs import compiler_problem
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
 from roll.configs.roles import EngineRoleConfig
-from roll.configs.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
-from roll.configs.system_envs import compiler_problem
+from roll.configs.scoring.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.infer.sglang_processes import (
     exit_reason,

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from roll.configs.megatron import (
+from roll.configs.devices.megatron import (
     RECOMPUTED_MODULES,
     MegatronConfig,
     MegatronTrainConfig,

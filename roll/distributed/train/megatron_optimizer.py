@@ -12,7 +12,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, Optimiz
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from roll.configs.arguments import TORCH_DTYPES, TrainingArguments
-from roll.configs.megatron import MegatronTrainConfig
+from roll.configs.devices.megatron import MegatronTrainConfig
 from roll.distributed.train.megatron_model import HiddenStateModel, transformer_engine_available
 
 

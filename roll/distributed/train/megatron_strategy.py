@@ -21,8 +21,8 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_options import PolicySettings
 from roll.configs.arguments import TORCH_DTYPES
-from roll.configs.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
-from roll.configs.parallel_layout import ParallelLayout, RankCoordinates
+from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
+from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import BaseConfig, role_seed
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import Batch

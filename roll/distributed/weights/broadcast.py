@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
+from roll.distributed.calls.remote_call import ALL
+from roll.distributed.calls.remote_errors import ClusterError
 from roll.distributed.infer.infer_worker import DOWN, InferWorker
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_call import ALL
-from roll.distributed.remote_errors import ClusterError
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.report import Transfer
 from roll.distributed.weights.transport import Transport, on_cpu, register_transport, shares_devices, total

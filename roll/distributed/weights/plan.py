@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from roll.configs.arguments import TORCH_DTYPES
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 
 
 class PlanError(ValueError):

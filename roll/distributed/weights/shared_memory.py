@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.infer.infer_worker import InferWorker
-from roll.distributed.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendResult
 from roll.distributed.weights.plan import handle_sources, spec_bytes

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.base.errors import RunError
 from roll.base.events import EventLog
+from roll.distributed.calls.remote_call import ALL
+from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import InferWorker
-from roll.distributed.remote_call import ALL
-from roll.distributed.remote_errors import PROCESS_DIED, ClusterError, deadline_scope, one_line
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights import broadcast, shared_memory  # noqa: F401  (register them)
 from roll.distributed.weights.plan import check_stages, checksum_differences

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import unreachable
 from roll.configs.arguments import DataArguments
-from roll.configs.built_in_rewards import built_in_of
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLVRConfig, SFTConfig
-from roll.configs.rewards import rewards_of
+from roll.configs.scoring.built_in_rewards import built_in_of
+from roll.configs.scoring.rewards import rewards_of
 from roll.datasets.preferences import read_preference
 from roll.datasets.prompts import Prompt, question, tag_of
 from roll.datasets.records import Record, read_records

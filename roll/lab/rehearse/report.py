@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.built_in_rewards import scoring_role
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig
-from roll.configs.rewards import rewards_of
 from roll.configs.roles import EngineRoleConfig
+from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.scoring.rewards import rewards_of
 from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from roll.algorithms.advantage_options import SCORED
 from roll.base.schema import Tree, value_at
 from roll.configs.agentic import AgenticConfig
-from roll.configs.built_in_rewards import scoring_role
 from roll.configs.defaults import OWN_MODEL_ROLES
-from roll.configs.megatron import CUDA_ONLY, LAYER_SPLITS
+from roll.configs.devices.megatron import CUDA_ONLY, LAYER_SPLITS
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
-from roll.configs.rewards import RewardConfig
 from roll.configs.roles import DEVICE_ROLES, EngineRoleConfig, MegatronRoleConfig
+from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.scoring.rewards import RewardConfig
 from roll.lab.rehearse.inputs import Inputs
 from roll.lab.rehearse.model import POSITIONS
 from roll.lab.rehearse.sizes import Placement, SmallBatch, shrink_batch, shrink_layouts

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLConfig
 from roll.configs.roles import EngineRoleConfig, RoleConfig
 

@@ -13,9 +13,9 @@ from roll.base.events import EventLog
 from roll.configs.defaults import fill_in_mismatch
 from roll.configs.pipeline import RLConfig
 from roll.datasets.tokenizer import load_tokenizer
+from roll.distributed.calls.remote_actor import RemoteActor
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
-from roll.distributed.remote_actor import RemoteActor
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.distributed.weights.transport import TRANSPORTS
 from roll.pipeline.extensions import load_extensions
@@ -29,9 +29,8 @@ from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.rollouter import Rollouter, admission_settings, rollout_options
-from roll.rollout.sampling import sampling_params
 from roll.rollout.source import SampleSource
-from roll.rollout.types import SamplingParams
+from roll.rollout.types import SamplingParams, sampling_params
 from roll.trackers import TrackerGroup
 
 logger = logging.getLogger(__name__)

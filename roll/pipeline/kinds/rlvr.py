@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.configs.rewards import domain_of, truths_read
+from roll.configs.scoring.rewards import domain_of, truths_read
 from roll.datasets.batch import Batch
 from roll.datasets.prompts import MixedSampler, PromptSampler, load_prompts
 from roll.datasets.records import prefix_errors

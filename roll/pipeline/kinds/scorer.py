@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
 from roll.base.events import REPLACEMENT_INTERVAL_S, EventLog
-from roll.configs.rewards import LARGEST_REWARD, RewardConfig, is_trainable, no_reward, rewards_of
+from roll.configs.scoring.rewards import LARGEST_REWARD, RewardConfig, is_trainable, no_reward, rewards_of
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
 from roll.datasets.tokenizer import response_text

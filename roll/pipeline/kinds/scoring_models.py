@@ -9,18 +9,18 @@ from functools import cached_property
 
 import torch
 
-from roll.configs.built_in_rewards import scoring_role
 from roll.configs.pipeline import RLVRConfig, role_seed
-from roll.configs.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
+from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.scoring.scoring_roles import RewardEngineConfig, RewardModelRoleConfig, ScoringEngineConfig
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_scored
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import template_variables
 from roll.datasets.tokenizer import load_tokenizer
+from roll.distributed.calls.remote_call import ClusterClient
 from roll.distributed.infer.infer_worker import EngineClient
 from roll.distributed.infer.score_worker import NOTHING_SAMPLED
 from roll.distributed.infer.sglang_engine import scoring_length
-from roll.distributed.remote_call import ClusterClient
 from roll.distributed.train.train_worker import TrainWorker
 from roll.hub.names import local_model
 from roll.models.families.shape import read_model_shape

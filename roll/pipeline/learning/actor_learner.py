@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.distributed.remote_call import ALL
+from roll.distributed.calls.remote_call import ALL
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.performance import PEAK_TFLOPS
 

@@ -1,8 +1,9 @@
 """Checks that engine, log-prob pass and training pass are one policy before any update.
 
 They need not agree to the last bit: engines and kernels round differently, and so does one kernel for micro-batches of
-other shapes. `roll.configs.rounding` says how far they may be apart. Before anything is generated for training,
-`EngineProbe` compares every engine with the trainer on a few tokens; the first step compares all three on its batch.
+other shapes. `roll.configs.learning.rounding` says how far they may be apart. Before anything is generated for
+training, `EngineProbe` compares every engine with the trainer on a few tokens; the first step compares all three on its
+batch.
 """
 
 from __future__ import annotations

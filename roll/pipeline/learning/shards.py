@@ -18,8 +18,8 @@ from roll.hub.names import local_model
 from roll.models.families.shape import read_model_shape
 
 if TYPE_CHECKING:
+    from roll.distributed.calls.remote_call import ClusterClient
     from roll.distributed.cluster import Cluster
-    from roll.distributed.remote_call import ClusterClient
 
 LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """Tensors that a forward pass for log-probs needs."""

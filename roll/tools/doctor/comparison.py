@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median_high
 
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 
 MEASURES = {
     "matmul": "matmul TFLOP/s",

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from roll.base.errors import RunError
 from roll.configs.arguments import TORCH_DTYPES
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import RoleConfig
+from roll.distributed.calls.remote_call import ALL
+from roll.distributed.calls.remote_errors import ClusterError, deadline_scope
 from roll.distributed.cluster import Cluster
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.ray_session import RayStartError, start_ray, stop_ray
-from roll.distributed.remote_call import ALL
-from roll.distributed.remote_errors import ClusterError, deadline_scope
 from roll.distributed.resources import ResourceError, ResourceManager
 from roll.distributed.worker import Worker, register
 from roll.platforms import get_platform

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.base.events import EVENTS_FILE, EventLog
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.cluster import NodeLostError
 from roll.distributed.infer.engine_monitor import WINDOW_S, EngineMonitor, EnginesLostError, EngineState, RestartLimit
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 
 
 @given(st.lists(st.floats(0, 3 * WINDOW_S), min_size=1, max_size=30), st.integers(0, 4))

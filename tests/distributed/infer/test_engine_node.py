@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from roll.distributed.calls.remote_errors import Failure
 from roll.distributed.infer.engine_node import FurtherNodes
 from roll.distributed.infer.sglang_engine import EngineError
-from roll.distributed.remote_errors import Failure
 from roll.distributed.worker import WorkerRank
 
 

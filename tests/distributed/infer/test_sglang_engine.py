@@ -11,7 +11,7 @@ import pytest
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.roles import ActorInferConfig
-from roll.configs.scoring_roles import RewardEngineConfig
+from roll.configs.scoring.scoring_roles import RewardEngineConfig
 from roll.distributed.infer.sglang_engine import (
     CONTEXT_MARGIN,
     UNSHARED_PROMPT,

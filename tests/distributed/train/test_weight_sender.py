@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.train import weight_sender as module
 from roll.distributed.train.weight_sender import SendError, StageWeights, WeightSender
 from roll.distributed.weights.plan import WeightSpec, make_buckets

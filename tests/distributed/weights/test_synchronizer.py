@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
+from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
 from roll.distributed.infer.engine_monitor import EngineMonitor, EnginesLostError
 from roll.distributed.process_groups import BroadcastGroup
-from roll.distributed.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
 from roll.distributed.train.weight_sender import StageSource
 from roll.distributed.weights import synchronizer as module
 from roll.distributed.weights import transport as transports

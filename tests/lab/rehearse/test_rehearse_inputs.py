@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from roll.base.errors import RunError
-from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.lab.rehearse.sizes import Placement, SmallBatch, shrink_layouts, smallest_batch
 from roll.loading.load import build_config
 from tests.configs.samples import MODEL

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.configs.arguments import TrainingArguments
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import DPOConfig, RewardModelConfig
 from roll.configs.roles import ActorTrainConfig, RewardModelTrainConfig
 from roll.datasets.preferences import PreferencePair

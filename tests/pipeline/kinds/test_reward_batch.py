@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from roll.configs.built_in_rewards import BUILT_IN
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import RewardConfig
-from roll.configs.scoring_roles import (
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import RewardConfig
+from roll.configs.scoring.scoring_roles import (
     RewardEngineConfig,
     RewardEngineModelArguments,
     RewardModelArguments,

@@ -12,7 +12,7 @@ import torch
 
 from roll.algorithms.advantages import REWARD_PARTS, AdvantageSettings, compute_advantages
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import RewardConfig
+from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.kinds.rlvr import RLVRWorker
 from roll.rollout.engine_pool import EnginePool

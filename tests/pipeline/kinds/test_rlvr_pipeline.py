@@ -17,9 +17,9 @@ from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compu
 from roll.algorithms.turn_advantages import read_turns
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
-from roll.configs.built_in_rewards import BUILT_IN
 from roll.configs.pipeline import RLVRConfig
-from roll.configs.rewards import FilterArguments, QueryFilterConfig, RewardConfig
+from roll.configs.scoring.built_in_rewards import BUILT_IN
+from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig, RewardConfig
 from roll.datasets.records import DatasetError
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.kinds.rlvr import RLVRWorker, make_sampler

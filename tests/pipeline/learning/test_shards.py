@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roll.configs.arguments import TrainingArguments, TrainModelArguments
-from roll.configs.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.roles import ActorTrainConfig
 from roll.datasets.batch import Batch
 from roll.distributed.train.train_worker import TrainWorker

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
-from roll.configs.megatron import LAYER_SPLITS
+from roll.configs.devices.megatron import LAYER_SPLITS
 from roll.distributed.train.checkpoint.optimizer_pieces import Piece, held_states, load_pieces, pieces_of, save_pieces
 from roll.distributed.train.checkpoint.safe_loading import check_metadata, only_data
 from roll.distributed.train.megatron_optimizer import parts

@@ -1,6 +1,6 @@
 """Reads what recipes of ROLL write differently: roles, devices, data and lengths; `roll_losses` has the rest.
 
-Keys that only have another name are in `roll.compat.roll`. Every function here takes the keys it reads from the recipe,
+Keys that only have another name are in `systems/roll.py`. Every function here takes keys from the recipe,
 puts ours, and leaves one remark on each change. A key of ours that is given as well wins.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from roll.base.schema import declared, section_of
-from roll.compat import roll_losses
 from roll.compat.recipe import MEGATRON, TRAINING, Recipe, is_count, shown
-from roll.compat.roll_rewards import read_rewards
 from roll.compat.rules import RuleBook
+from roll.compat.systems import roll_losses
+from roll.compat.systems.roll_rewards import read_rewards
 from roll.configs.agentic import ADJUSTMENTS
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import DEVICE_ROLES
 

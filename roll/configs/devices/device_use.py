@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import Finding, error, warning
-from roll.configs.parallel_layout import spans
+from roll.configs.devices.parallel_layout import spans
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig
-from roll.configs.scoring_roles import SCORING_MODELS, ScoringEngineConfig
+from roll.configs.scoring.scoring_roles import SCORING_MODELS, ScoringEngineConfig
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig

@@ -11,9 +11,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import ray
 
-from roll.configs.parallel_layout import ParallelLayout
-from roll.distributed.remote_errors import CallContext, Failure, ray_failure, seconds_left
-from roll.distributed.rpc_batching import RpcClient, rpc_client
+from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.distributed.calls.remote_errors import CallContext, Failure, ray_failure, seconds_left
+from roll.distributed.calls.rpc_batching import RpcClient, rpc_client
 from roll.distributed.worker import Worker
 
 T = TypeVar("T")

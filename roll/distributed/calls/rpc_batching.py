@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from roll.distributed.rpc_socket import ActorTransport, Connection, Listener, pickled
+from roll.distributed.calls.rpc_socket import ActorTransport, Connection, Listener, pickled
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from roll.compat.recipe import Recipe, shown
 from roll.compat.rules import Table
-from roll.configs.sglang_options import OWNED, VLLM_NAMES, VLLM_ROLE_NAMES, server_options
+from roll.configs.devices.sglang_options import OWNED, VLLM_NAMES, VLLM_ROLE_NAMES, server_options
 
 NEGATED_OPTIONS = {"enable_prefix_caching": "disable_radix_cache"}
 """vLLM option -> SGLang option with the opposite meaning."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from roll.base.schema import Tree
 from roll.compat.recipe import Recipe, shown
-from roll.compat.verl import CORRECTION
+from roll.compat.systems.verl import CORRECTION
 
 KEYS = """rollout_is rollout_is_threshold rollout_is_batch_normalize
     rollout_rs rollout_rs_threshold rollout_rs_threshold_lower""".split()

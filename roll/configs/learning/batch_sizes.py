@@ -10,7 +10,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import OLD_LOG_PROBS, check_schedule
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
-from roll.configs.scoring_roles import RewardModelRoleConfig
+from roll.configs.scoring.scoring_roles import RewardModelRoleConfig
 
 MAX_TRIES = 1_000_000
 """Numbers tried as divisors: all up to the square root of any realistic batch."""

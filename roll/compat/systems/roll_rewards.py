@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.compat.recipe import Recipe
-from roll.configs.built_in_rewards import BUILT_IN
+from roll.configs.scoring.built_in_rewards import BUILT_IN
 
 WORKERS = {
     "MathRuleRewardWorker": "math_rule",

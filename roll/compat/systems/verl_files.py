@@ -6,8 +6,8 @@ from math import prod
 from typing import Any
 
 from roll.compat.recipe import NO_COUNT, Recipe, is_count, shown
-from roll.compat.verl import ACTOR, LAYOUT, ROLLOUT
-from roll.configs.parallel_layout import parse_device_mapping, spans
+from roll.compat.systems.verl import ACTOR, LAYOUT, ROLLOUT
+from roll.configs.devices.parallel_layout import parse_device_mapping, spans
 
 POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
 """Section with `nnodes` and `n_gpus_per_node` -> the role that owns these devices."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from roll.base.errors import Finding, error, missing
 from roll.base.schema import Condition, option
-from roll.configs.built_in_rewards import belongs_to, regular_expression, scoring_role
+from roll.configs.scoring.built_in_rewards import belongs_to, regular_expression, scoring_role
 
 if TYPE_CHECKING:
-    from roll.configs.rewards import RewardConfig
+    from roll.configs.scoring.rewards import RewardConfig
 
 
 ENDPOINT_ASKED = Condition(

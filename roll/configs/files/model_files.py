@@ -10,11 +10,11 @@ from pathlib import Path
 
 from roll.base.errors import Finding, error, missing, unreachable, warning
 from roll.base.text import either
-from roll.configs.folders import absence
-from roll.configs.megatron import MegatronTrainConfig, check_recompute, stage_layers
+from roll.configs.devices.megatron import MegatronTrainConfig, check_recompute, stage_layers
+from roll.configs.files.folders import absence
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig
-from roll.configs.scoring_roles import SCORING_MODELS, JudgeConfig, ScoringEngineConfig
+from roll.configs.scoring.scoring_roles import SCORING_MODELS, JudgeConfig, ScoringEngineConfig
 from roll.hub.names import CONFIG_NAME, hub_name, local_model, other_reading
 from roll.hub.special_tokens import read_tokenizer
 from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_positions

@@ -11,10 +11,10 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll.distributed.calls.remote_call import RemoteCall
+from roll.distributed.calls.remote_errors import CallContext, ClusterError
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
 from roll.distributed.processes import descendants, end, follow, log_file, process_environment
-from roll.distributed.remote_call import RemoteCall
-from roll.distributed.remote_errors import CallContext, ClusterError
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig

@@ -1,6 +1,6 @@
 """Reads what recipes of ROLL write differently about the policy loss: ratio, clipping, KL, correction, advantages.
 
-As in `roll.compat.roll_recipes`, a function takes the keys it reads, puts ours, and leaves a remark.
+As in `roll.compat.systems.roll_recipes`, a function takes the keys it reads, puts ours, and leaves a remark.
 """
 
 from __future__ import annotations

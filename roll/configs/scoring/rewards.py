@@ -12,8 +12,15 @@ from roll.base.errors import Finding, error, missing, warning
 from roll.base.schema import Condition, Source, option
 from roll.base.text import check_known, nearest
 from roll.configs.arguments import TEMPLATES
-from roll.configs.built_in_rewards import BUILT_IN, PENALTIES, belongs_to, built_in_of, regular_expression, scoring_role
-from roll.configs.judge import JudgeOptions, check_judge
+from roll.configs.scoring.built_in_rewards import (
+    BUILT_IN,
+    PENALTIES,
+    belongs_to,
+    built_in_of,
+    regular_expression,
+    scoring_role,
+)
+from roll.configs.scoring.judge import JudgeOptions, check_judge
 from roll.configs.user_code import names_code
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Checks of the folders and files that a configuration names, before a process starts."""

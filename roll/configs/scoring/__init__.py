@@ -1,0 +1,1 @@
+"""Keys and checks of rewards, of judges and of the models that score."""

@@ -1,0 +1,1 @@
+"""Calls between processes, through Ray or a socket, and their errors."""
