@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Check, Measurement, at_most, main, median
-from roll.algorithms.advantage_options import ADV_ESTIMATORS, TURN_ESTIMATORS
 from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from roll.algorithms.aggregation import LossScale
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.losses import policy
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.policy_options import PolicySettings
@@ -122,7 +122,7 @@ def measure() -> Measurement:
     raw: dict[str, Any] = {"samples": SAMPLES, "tokens": TOKENS, "micro_batch": MICRO_BATCH}
     checks: list[Check] = []
     parts: list[tuple[str, Sequence[str], Callable[[str, dict[str, Tensor]], dict[str, float]]]] = [
-        ("adv_estimator", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS], measure_estimator),
+        ("adv_estimator", [name for name, each in ADV_ESTIMATORS.items() if each.needs != "turns"], measure_estimator),
         ("pg_variant", [*POLICY_LOSSES], measure_loss),
     ]
     for part, names, measure_one in parts:

@@ -1,7 +1,7 @@
 """From scores to advantages, computed over the global batch.
 
 `compute_advantages` shapes the scores (`roll.algorithms.shaping`), calls the estimator
-(`roll.algorithms.adv_estimators`), and whitens and clips its advantages.
+(`roll.algorithms.estimators`), and whitens and clips its advantages.
 
 R is the sum of a response's token rewards: its score, minus the KL penalty of its tokens if there is one. For
 trajectories R is that of the trajectory, which counts once in all statistics even if it is split into several samples.
@@ -10,30 +10,31 @@ trajectories R is that of the trajectory, which counts once in all statistics ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import TypedDict, Unpack
 
-from roll.algorithms.adv_estimators import ADV_ESTIMATORS, RewardBatch
-from roll.algorithms.advantage_options import AdvantageOptions, SampleMaskOptions
+from roll.algorithms.advantage_options import AdvantageOptions, TurnOptions
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
+from roll.algorithms.estimators import RewardBatch
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.lazy_torch import Tensor, torch
+from roll.algorithms.registry import UserOptions
 from roll.algorithms.shaping import (
     RunStatistics,
     apply_norm,
     clip_scores,
     length_penalties,
-    norm_types,
     overlong_penalty,
     sample_weights,
     shape_scores,
     token_penalty,
 )
-from roll.algorithms.turn_advantages import Turns, check_turns, episodes_of
-from roll.algorithms.turn_options import TurnOptions
+from roll.algorithms.shaping_options import SampleMaskOptions
+from roll.algorithms.turns import Turns, check_turns, episodes_of
 
 
 @dataclass
-class AdvantageSettings(AdvantageOptions, TurnOptions):
+class AdvantageSettings(UserOptions, AdvantageOptions, TurnOptions):
     """Settings of the advantages, `RLConfig.advantages`: keys of turns have their defaults without turns.
 
     `reward_weights` are those of `rewards` in their order, for estimators that read the score of each reward.
@@ -91,24 +92,51 @@ class Advantages:
     statistics: RunStatistics = field(default_factory=RunStatistics)
 
 
+class AdvantageInputs(TypedDict, total=False):
+    """What `compute_advantages` takes for some keys; everything is None by default.
+
+    Attributes:
+        log_probs: [B, T] of the policy; needed with `add_token_level_kl`, a teacher, and
+            `adv_estimator: optimal_token_baseline`.
+        ref_log_probs: [B, T] of the reference or teacher; needed with the same.
+        kl_coef: weight of the token KL, from a KL controller; 0 by default.
+        turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
+            once and ignore samples without response tokens.
+        learned: [B] bool, samples that stay in the loss (see `learned_samples`). The others count in statistics over
+            scores; `whiten_advantages` and the advantages leave them out.
+        values: [B, T] of a critic.
+        greedy: of each sample's prompt; `whiten_rewards` does not apply to them.
+        reward_parts: [B, R] score of each reward before its weight, NaN where one does not score the sample;
+            `reward_clip` and `whiten_rewards` do not apply to them.
+        sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`.
+        correction_weights: [B, T] factors of the loss of each token, for `adv_estimator: optimal_token_baseline`;
+            None: all are 1.
+        statistics: of the scores of the run before this batch, for `running` and `running_tag`; None: this is the
+            first one.
+        tag_names: [B] name of the tag of each sample, needed for `running_tag`: the numbers of `turns` are those of
+            this batch alone.
+    """
+
+    log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    kl_coef: float
+    turns: Turns | None
+    learned: Tensor | None
+    values: Tensor | None
+    greedy: GreedyResponses | None
+    reward_parts: Tensor | None
+    sum_pi_squared: Tensor | None
+    correction_weights: Tensor | None
+    statistics: RunStatistics | None
+    tag_names: Sequence[str] | None
+
+
 def compute_advantages(
     scores: Tensor,
     groups: Tensor,
     response_mask: Tensor,
     config: AdvantageSettings,
-    *,
-    log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    kl_coef: float = 0.0,
-    turns: Turns | None = None,
-    learned: Tensor | None = None,
-    values: Tensor | None = None,
-    greedy: GreedyResponses | None = None,
-    reward_parts: Tensor | None = None,
-    sum_pi_squared: Tensor | None = None,
-    correction_weights: Tensor | None = None,
-    statistics: RunStatistics | None = None,
-    tag_names: Sequence[str] | None = None,
+    **inputs: Unpack[AdvantageInputs],
 ) -> Advantages:
     """Advantages and returns of one global batch.
 
@@ -121,88 +149,82 @@ def compute_advantages(
         groups: [B] int64 numbers of groups: `group_ids` of `roll.rollout.rollout_batch`.
         response_mask: [B, T].
         config: the estimator and its settings.
-        log_probs: [B, T] of the policy; needed with `add_token_level_kl`, a teacher, and
-            `adv_estimator: optimal_token_baseline`.
-        ref_log_probs: [B, T] of the reference or teacher; needed with the same.
-        kl_coef: weight of the token KL, from a KL controller.
-        turns: of samples that are trajectories or turns of them. Statistics over scores then count every trajectory
-            once and ignore samples without response tokens.
-        learned: [B] bool, samples that stay in the loss (see `learned_samples`). The others count in statistics over
-            scores; `whiten_advantages` and the advantages leave them out.
-        values: [B, T] of a critic, needed with `adv_estimator: gae`.
-        greedy: of each sample's prompt, needed with `adv_estimator: remax`; `whiten_rewards` does not apply to them.
-        reward_parts: [B, R] score of each reward before its weight, NaN where one does not score the sample; needed
-            with `adv_estimator: gdpo`. `reward_clip` and `whiten_rewards` do not apply to them.
-        sum_pi_squared: [B, T], the sum of the squared probabilities of all tokens under the policy of `log_probs`;
-            needed with `adv_estimator: optimal_token_baseline`.
-        correction_weights: [B, T] factors of the loss of each token, which that estimator reads; None: all are 1.
-        statistics: of the scores of the run before this batch, for `running` and `running_tag`; None: this is the
-            first one.
-        tag_names: [B] name of the tag of each sample, needed for `running_tag`: the numbers of `turns` are those of
-            this batch alone.
+        inputs: see AdvantageInputs.
 
     Raises:
-        ValueError: a score is not finite, there is no token, `add_token_level_kl` or a teacher lacks its log-probs, or
-            the turns are inconsistent with the rest of the batch, or missing although the estimator needs them.
+        ValueError: a score is not finite, there is no token, the turns are inconsistent with the rest of the batch, or
+            something is missing that the settings need.
     """
-    if not bool(torch.isfinite(scores).all()):
-        bad = [index for index, good in enumerate(torch.isfinite(scores).tolist()) if not good]
-        raise ValueError(f"scores of samples {bad[:8]} are not finite; drop a sample whose reward failed")
-    if response_mask.shape[1] == 0:
-        raise ValueError(f"response_mask of shape {list(response_mask.shape)} has no token; nothing was generated")
-    mask, scores = response_mask.bool(), scores.float()
-    kl = _reference_kl(config, mask, log_probs, ref_log_probs)
-    teacher_kl = _teacher_kl(config, mask, log_probs, ref_log_probs)
+    _check_scores(scores, response_mask)
+    mask, raw, learned = response_mask.bool(), scores.float(), inputs.get("learned")
+    turns, episodes = inputs.get("turns"), episodes_of(mask, inputs.get("turns"))
     if turns is not None:
-        check_turns(turns, scores, groups, mask)
-    episodes = episodes_of(mask, turns)
-    lengths = mask.sum(-1)
-    penalties = length_penalties(scores, lengths, groups, episodes, config)
-    penalty, raw = penalties.total, scores
-    scores = shape_scores(scores - penalty, episodes, config)
-    tags = None if turns is None else turns.tag_ids
-    scores, statistics, normalised = apply_norm(
-        scores, groups, tags, episodes, config, statistics or RunStatistics(), tag_names
-    )
-    baselines = None
-    if greedy is not None:
-        own = overlong_penalty(greedy.greedy_lengths, config) + token_penalty(greedy.greedy_lengths, config)
-        baselines = clip_scores(greedy.greedy_scores.float() - own, config)
-    squared_gradients = _squared_gradients(mask, log_probs, sum_pi_squared, correction_weights)
-    batch = RewardBatch(
-        scores,
-        None if kl is None else kl_coef * kl,
-        groups,
-        mask,
-        turns,
-        values,
-        baselines,
-        teacher_kl,
-        reward_parts,
-        penalty,
-        squared_gradients,
-    )
-    rest = config if norm_types(config) == (None, None) else replace(config, norm_mean_type=None, norm_std_type=None)
-    advantages, returns = ADV_ESTIMATORS[config.adv_estimator](batch, rest)
-    if config.use_opd and teacher_kl is not None:
-        advantages = advantages - config.opd_kl_coef * teacher_kl
+        check_turns(turns, raw, groups, mask)
+    penalties = length_penalties(raw, mask.sum(-1), groups, episodes, config)
+    shaped = shape_scores(raw - penalties.total, episodes, config)
+    tags, before = None if turns is None else turns.tag_ids, inputs.get("statistics") or RunStatistics()
+    shaped, statistics, normalised = apply_norm(shaped, groups, tags, episodes, config, before, inputs.get("tag_names"))
+    kl = _reference_kl(config, mask, inputs.get("log_probs"), inputs.get("ref_log_probs"))
+    batch = _reward_batch(shaped, groups, mask, kl, penalties.total, config, inputs)
+    advantages, returns = config.estimator(batch, config.options_of(config.estimator))
+    if config.use_opd and batch.teacher_kl is not None:
+        advantages = advantages - config.opd_kl_coef * batch.teacher_kl
     if learned is not None:
         mask = mask & learned[:, None]
         advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    weights, weighted = sample_weights(raw, groups, lengths, learned, episodes, config)
+    weights, weighted = sample_weights(raw, groups, batch.response_mask.sum(-1), learned, episodes, config)
     if weights is not None:
         advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, mask, batch, config)
-    metrics |= penalties.metrics | normalised | weighted
+    metrics = _metrics(advantages, returns, mask, batch, config) | penalties.metrics | normalised | weighted
     if kl is not None:
-        metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": kl_coef}
-    if teacher_kl is not None:
-        metrics["advantage/teacher_kl"] = float(masked_mean(teacher_kl, mask))
+        metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": inputs.get("kl_coef", 0.0)}
+    if batch.teacher_kl is not None:
+        metrics["advantage/teacher_kl"] = float(masked_mean(batch.teacher_kl, mask))
     return Advantages(advantages, returns, metrics, statistics)
+
+
+def _check_scores(scores: Tensor, response_mask: Tensor) -> None:
+    if not bool(torch.isfinite(scores).all()):
+        bad = [index for index, good in enumerate(torch.isfinite(scores).tolist()) if not good]
+        raise ValueError(f"scores of samples {bad[:8]} are not finite; drop a sample whose reward failed")
+    if response_mask.shape[1] == 0:
+        raise ValueError(f"response_mask of shape {list(response_mask.shape)} has no token; nothing was generated")
+
+
+def _reward_batch(
+    scores: Tensor,
+    groups: Tensor,
+    mask: Tensor,
+    kl: Tensor | None,
+    penalty: Tensor,
+    config: AdvantageSettings,
+    inputs: AdvantageInputs,
+) -> RewardBatch:
+    log_probs, greedy = inputs.get("log_probs"), inputs.get("greedy")
+    baselines = None
+    if greedy is not None:
+        own = overlong_penalty(greedy.greedy_lengths, config) + token_penalty(greedy.greedy_lengths, config)
+        baselines = clip_scores(greedy.greedy_scores.float() - own, config)
+    return RewardBatch(
+        scores,
+        None if kl is None else inputs.get("kl_coef", 0.0) * kl,
+        groups,
+        mask,
+        turns=inputs.get("turns"),
+        values=inputs.get("values"),
+        baselines=baselines,
+        teacher_kl=_teacher_kl(config, mask, log_probs, inputs.get("ref_log_probs")),
+        reward_parts=inputs.get("reward_parts"),
+        reward_weights=config.reward_weights,
+        overlong=penalty,
+        squared_gradients=_squared_gradients(
+            mask, log_probs, inputs.get("sum_pi_squared"), inputs.get("correction_weights")
+        ),
+    )
 
 
 def learned_samples(
@@ -269,7 +291,7 @@ def _constant_episodes(batch: RewardBatch, config: AdvantageSettings) -> Tensor:
     """Whether the episodes of a group have equal scores, [E] bool; with gdpo, equal scores of each reward."""
     scores = [batch.scores]
     if config.uses_reward_parts and batch.reward_parts is not None:
-        parts = zip(batch.reward_parts.nan_to_num().unbind(-1), config.reward_weights, strict=True)
+        parts = zip(batch.reward_parts.nan_to_num().unbind(-1), batch.reward_weights, strict=True)
         scores = [part for part, weight in parts if weight]
         scores += [] if batch.overlong is None else [batch.overlong]
     groups = batch.episode_groups

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from roll.base.schema import Condition, needs, option
+from roll.base.errors import Finding, error, warning
+from roll.base.schema import Condition, check_order, needs, option, value_at
 
 WEIGHTED = needs(
     "level", "correction.weights.level is null; set it to token, sequence, geometric or segment", is_error=True
@@ -152,3 +154,98 @@ class CorrectionOptions:
     def active(self) -> bool:
         """Whether the loss differs from one without correction."""
         return self.weighted or self.rejects
+
+
+OPSM_NOISE = 1e-2
+"""In half precision log-probs differ by up to 0.05 nats a token; a smaller mean over a response says nothing."""
+
+
+def check_correction(config: Any) -> Iterator[Finding]:
+    """Bounds are in order, what is on has an effect, and nothing is needed before it is known."""
+    correction, is_bypassed = config.correction, config.old_log_probs_source == "behavior"
+    yield from _check_bounds(correction)
+    yield from _check_rejections(correction)
+    yield from _check_on_policy(correction)
+    if correction.renormalize and is_bypassed:
+        yield error(
+            "correction.renormalize",
+            "true needs to know the kept tokens before the loss is computed, but with old_log_probs_source behavior "
+            "they depend on the current policy; set that to recompute, or leave renormalize out",
+        )
+    for key in ("m2_threshold", "weights.normalize"):
+        if value_at(correction, key) and is_bypassed:
+            yield error(
+                f"correction.{key}",
+                "needs the log ratios of the whole batch before the loss is computed, but with old_log_probs_source "
+                "behavior they depend on the current policy; set that to recompute, or leave this out",
+            )
+    if correction.renormalize and correction.opsm_delta is not None:
+        yield error(
+            "correction.renormalize",
+            "true needs to know the kept tokens before the loss is computed, and those of opsm_delta depend on the "
+            "current policy; leave one of them out",
+        )
+    in_fp32 = config.actor_train.model_args.dtype == config.actor_infer.model_args.dtype == "fp32"
+    if correction.opsm_delta is not None and correction.opsm_delta < OPSM_NOISE and not in_fp32:
+        yield warning(
+            "correction.opsm_delta",
+            f"{correction.opsm_delta:g} is below the noise between engine and trainer in half precision, so negative "
+            f"responses are left out at random; use {OPSM_NOISE:g} or more",
+        )
+
+
+def _check_bounds(correction: CorrectionOptions) -> Iterator[Finding]:
+    yield from check_order("correction.weights.lower", correction.weights.lower, correction.weights.upper)
+    for path, rejection in correction.all_rejections.items():
+        if rejection.lower is not None and rejection.upper is not None:
+            yield from check_order(f"{path}.lower", rejection.lower, rejection.upper)
+
+
+def _check_rejections(correction: CorrectionOptions) -> Iterator[Finding]:
+    for path, rejection in correction.all_rejections.items():
+        if not rejection.lower and rejection.upper is None:
+            bounds = {"k1": "lower: 0.5, upper: 2.0", "k2": "upper: 0.1", "k3": "upper: 0.01"}[str(rejection.statistic)]
+            given = "without bounds" if rejection.lower is None else "with a lower bound of 0 alone"
+            yield error(
+                f"{path}.statistic", f"{rejection.statistic} {given} rejects nothing; give some, such as {bounds}"
+            )
+    for name, rejection in correction.rejections.items():
+        if rejection.statistic is None:
+            yield warning(
+                f"correction.rejections.{name}", "has no effect: its statistic is null; set it to k1, k2 or k3"
+            )
+    difference = correction.difference
+    if difference.level is not None and difference.lower is None and difference.upper is None:
+        yield error(
+            "correction.difference.level",
+            f"{difference.level} without bounds rejects nothing; give correction.difference.upper, .lower or both",
+        )
+
+
+def _check_on_policy(correction: CorrectionOptions) -> Iterator[Finding]:
+    """On-policy samples are neither left out nor weighted."""
+    for path, rejection in correction.all_rejections.items():
+        agreement = 1.0 if rejection.statistic == "k1" else 0.0
+        if not _inside(agreement, rejection.lower, rejection.upper):
+            yield warning(
+                path, f"also rejects on-policy samples: {rejection.statistic} of equal policies is {agreement:g}"
+            )
+    veto, weights = correction.veto_threshold, correction.weights
+    if veto is not None and veto > 1:
+        yield warning(
+            "correction.veto_threshold", f"{veto:g} also rejects on-policy samples: their ratio is 1; use less than 1"
+        )
+    if not correction.weighted or weights.lower > weights.upper or _inside(1.0, weights.lower, weights.upper):
+        return
+    if weights.mode == "mask":
+        yield warning("correction.weights", "mask also leaves out on-policy samples: their weight is 1")
+    else:
+        bound = min(max(1.0, weights.lower), weights.upper)
+        yield warning(
+            "correction.weights",
+            f"clamp also changes the weight of on-policy samples, from 1 to {bound:g}; use bounds with 1 between them",
+        )
+
+
+def _inside(value: float, lower: float | None, upper: float | None) -> bool:
+    return (lower is None or value >= lower) and (upper is None or value <= upper)

@@ -7,8 +7,13 @@ pass gives its own log-probs of the same tokens, with gradient. All other tokens
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from roll.algorithms.lazy_torch import Tensor, torch
+from roll.base.errors import Finding, error
+from roll.base.schema import Condition, needs, option
 
 TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS = "teacher_top_ids", "teacher_top_log_probs"
 """Tensors [B, T, K] of a batch: the teacher's most likely tokens (int32, -1 for none), and their log-probs."""
@@ -18,6 +23,86 @@ POLICY_TOP_LOG_PROBS = "policy_top_log_probs"
 
 REST_FLOOR = 1e-6
 """Smallest probability of the other tokens: below it, 1 minus the sum of the others is rounding of fp32."""
+
+
+TEACHER = Condition(
+    lambda config, _: config.uses_teacher,
+    "there is no teacher: use_opd is false and adv_estimator is not opd",
+    ("use_opd", "adv_estimator"),
+)
+
+
+def jsd_beta(value: Any) -> Any:
+    """The weight, unchanged.
+
+    Raises:
+        ValueError: it is 0 or 1, where the divergence is 0 whatever the policy does.
+    """
+    limits = {0.0: "forward", 1.0: "reverse"}
+    limit = None if isinstance(value, bool) else limits.get(value)
+    if limit is not None:
+        raise ValueError(
+            f"at {value:g} the divergence is always 0; use opd_divergence: {limit}, which is its limit there"
+        )
+    return value
+
+
+Divergence = Literal["reverse", "forward", "jsd"]
+"""A divergence of the policy from a teacher."""
+
+
+@dataclass
+class DistillationOptions:
+    """The keys of a teacher."""
+
+    opd_kl_coef: float = option(
+        1.0,
+        "Weight of the teacher.",
+        gt=0,
+        usual=(1e-6, 100.0),
+        only_for=TEACHER,
+    )
+    opd_top_k: int | None = option(
+        None,
+        "The teacher's most likely tokens at each position: opd_kl_coef x the divergence over them, and one outcome "
+        "for all others, is a term of the loss instead of the advantage. At least the vocabulary: over all tokens. "
+        "null: the sampled token alone.",
+        ge=1,
+        only_for=TEACHER,
+    )
+    opd_divergence: Divergence = option(
+        "reverse",
+        "Divergence of opd_top_k: KL of the policy from the teacher (reverse), KL of the teacher from the policy "
+        "(forward), or the generalised Jensen-Shannon divergence of GKD (jsd).",
+        only_for=needs("opd_top_k", "opd_top_k is null, so only sampled tokens are compared", lambda k: k is not None),
+    )
+    opd_jsd_beta: float = option(
+        0.5,
+        "Weight of the teacher in the mixture that jsd compares both with, above 0 and below 1: small ones learn as "
+        "forward does, large ones as reverse.",
+        gt=0,
+        lt=1,
+        usual=(0.001, 0.999),
+        parse=jsd_beta,
+        only_for=needs("opd_divergence", "opd_divergence is not jsd", lambda divergence: divergence == "jsd"),
+    )
+
+
+def check_teacher(config: Any) -> Iterator[Finding]:
+    """The teacher is another model than the policy, and serves no KL term."""
+    teacher, policy = (role.model_args.model_name_or_path for role in (config.reference, config.actor_train))
+    asked = "use_opd: true" if config.use_opd else f"adv_estimator {config.adv_estimator}"
+    if teacher == policy:
+        yield error(
+            "reference.model_args.model_name_or_path",
+            f"{teacher} is the model that is trained, but with {asked} the reference is the teacher; name the teacher",
+        )
+    for name in ("use_kl_loss", "add_token_level_kl"):
+        if getattr(config, name):
+            yield error(
+                name,
+                f"true needs a reference of its own, but with {asked} the reference is the teacher; set it to false",
+            )
 
 
 def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence: str, beta: float = 0.5) -> Tensor:

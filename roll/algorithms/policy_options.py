@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.algorithms.advantage_options import DistillationOptions
 from roll.algorithms.correction_options import CorrectionOptions
+from roll.algorithms.distillation import DistillationOptions
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.lazy_torch import Tensor
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
+from roll.algorithms.registry import UserOptions
 from roll.base.custom_modules import load_custom_modules
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, combined, needs, option
+from roll.base.text import check_known
 
 PART = r"\s*([0-9]\S*)\s+([A-Za-z_]\w*)\s*"
 """One part of a mixture of losses: its weight and its name."""
@@ -174,16 +178,6 @@ class RatioOptions:
 
 
 @dataclass
-class UserOptions:
-    """Options of losses and estimators of the user."""
-
-    custom_options: dict[str, Any] = option(
-        factory=dict,
-        help="Options of losses and estimators of `custom_modules`, by their names: `custom_options.<name>.<option>`.",
-    )
-
-
-@dataclass
 class PolicySettings(UserOptions, DistillationOptions, PolicyOptions, RatioOptions):
     """Settings of the `policy` loss, `RLConfig.policy`; every `auto` is resolved.
 
@@ -205,10 +199,6 @@ class PolicySettings(UserOptions, DistillationOptions, PolicyOptions, RatioOptio
         """In the process of a rank, the losses of the user are registered by their modules."""
         load_custom_modules()
         self.__dict__.update(state)
-
-    def options_of(self, loss: PolicyLoss) -> Any:
-        """The options of one loss: these settings have the keys of all that belong to the package."""
-        return self if isinstance(self, loss.options) else self.custom_options.get(loss.name) or loss.options()
 
     def chosen_tokens(self, log_probs: Tensor, advantages: Tensor, response_mask: Tensor, seed: int) -> Tensor | None:
         """The tokens [B, T] bool that a loss treats differently, for any log p, advantages and mask [B, T].
@@ -271,3 +261,108 @@ def ratio_base(options: PolicyOptions, pg_variant: str, source: str) -> str:
         m2 = correction.m2_threshold is not None and not correction.weighted  # bounds the ratio to the sampling policy
         return "behavior" if source == "behavior" or m2 else "proximal"
     return base
+
+
+def check_policy(config: Any) -> Iterator[Finding]:
+    """The losses are known and fit together, nothing is counted twice, and stale samples are corrected."""
+    path, losses = "actor_train.pg_variant", known_losses(config.actor_train.pg_variant)
+    for name in losses_of(config.actor_train.pg_variant):
+        yield from check_known(path, name, POLICY_LOSSES, {"adv_estimator": ADV_ESTIMATORS})
+    choosing = [loss.name for loss in losses if loss.choose]
+    if len(choosing) > 1:
+        yield error(path, f"{' and '.join(choosing)} cannot be mixed with each other; keep one of them")
+    for loss in losses:
+        if loss.check is not None:
+            yield from loss.check(config.policy.options_of(loss), config)
+    if config.use_kl_loss and config.kl_loss_type == "k1":
+        yield error(
+            "kl_loss_type", "k1 in a loss has a gradient of 0 on average; use k3 or k2, or put the KL in the reward"
+        )
+    if config.use_kl_loss and config.kl_loss_coef == 0:
+        yield error("kl_loss_coef", "0 turns off the KL that use_kl_loss requires; use a weight such as 0.001")
+    if config.old_log_probs_source == "behavior" and config.async_generation_ratio == 0:
+        yield warning(
+            "old_log_probs_source",
+            "behavior in synchronous training uses the engine's log-probs instead of the trainer's, so the first ratio "
+            "is not exactly 1; auto recomputes them",
+        )
+    yield from _check_base(config)
+    yield from _check_counted_once(config)
+    if config.async_generation_ratio > 0:
+        yield from _check_corrected(config)
+
+
+def _check_base(config: Any) -> Iterator[Finding]:
+    variant = config.actor_train.pg_variant
+    needs_proximal = traits_of(variant).ratio_base == "proximal"
+    needs_behavior = [name for name in losses_of(variant) if traits_of(name).ratio_base == "behavior"]
+    if needs_proximal and needs_behavior:
+        yield error(
+            "actor_train.pg_variant",
+            f"{variant}: the losses of a mixture have one base of the ratio, and that of {needs_behavior[0]} is the "
+            "sampling policy; use ppo instead of decoupled_ppo, or leave the others out",
+        )
+    if needs_proximal and config.pg_ratio_base == "behavior":
+        yield error(
+            "pg_ratio_base",
+            f"behavior leaves {variant} without its proximal policy; leave it out, or use pg_variant ppo",
+        )
+    if config.old_log_probs_source != "behavior":
+        return
+    if needs_proximal:
+        yield error(
+            "old_log_probs_source",
+            f"behavior makes the proximal policy of {variant} the sampling one, so its weights are 1; leave it out, "
+            "or use pg_variant ppo",
+        )
+    elif config.pg_ratio_base == "proximal":
+        yield error(
+            "pg_ratio_base",
+            "proximal needs a proximal policy, but old_log_probs_source is behavior; set that to recompute, or leave "
+            "pg_ratio_base out",
+        )
+
+
+def _check_counted_once(config: Any) -> Iterator[Finding]:
+    variant, weights = config.actor_train.pg_variant, config.correction.weights
+    traits = traits_of(variant)
+    if traits.ratio_base == "proximal" or not traits.multiplies_ratio:
+        return
+    if not config.correction.weighted or config.pg_ratio_base != "behavior":
+        return
+    yield error(
+        "correction.weights.level",
+        f"{weights.level} would count the distance to the sampling policy twice: the ratio of {variant} is "
+        "already taken against it; leave correction.weights out, or set pg_ratio_base: proximal and "
+        "old_log_probs_source: recompute",
+    )
+
+
+def _check_corrected(config: Any) -> Iterator[Finding]:
+    """Stale samples need a ratio against the sampling policy or weights for it, unless explicitly allowed without."""
+    variant = config.actor_train.pg_variant
+    if config.correction.weighted:
+        return
+    reads_ratio = traits_of(variant).reads_ratio
+    if not reads_ratio and "actor_train.pg_variant" in config.source.given:
+        yield warning(
+            "actor_train.pg_variant",
+            f"{variant} does not correct for the age of samples; ppo and tis do, and {variant} does with "
+            "correction.weights.level: token",
+        )
+        return
+    if config.pg_ratio_base == "behavior" and reads_ratio:
+        return
+    path = "pg_ratio_base" if "pg_ratio_base" in config.source.given else "old_log_probs_source"
+    message = (
+        f"{getattr(config, path)} with async_generation_ratio {config.async_generation_ratio:g} computes the ratio of "
+        f"{variant} against the policy just before the update, not against the older one that sampled"
+    )
+    if config.allow_uncorrected_off_policy:
+        yield warning(path, f"{message}; allowed by allow_uncorrected_off_policy")
+    else:
+        yield error(
+            path,
+            f"{message}; leave it out, or correct with actor_train.pg_variant: decoupled_ppo or "
+            "correction.weights.level: token, or set allow_uncorrected_off_policy: true",
+        )

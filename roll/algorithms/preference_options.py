@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import needs, option
 
 
@@ -48,3 +50,18 @@ class RewardModelOptions:
         ge=0,
         usual=(1e-6, 10.0),
     )
+
+
+def check_preferences(config: Any) -> Iterator[Finding]:
+    """The loss prefers one of the two responses of a pair."""
+    if config.dpo_loss_type == "sigmoid" and config.label_smoothing == 0.5:
+        yield error(
+            "label_smoothing",
+            "0.5 takes half of all pairs for swapped, so no preference is learned; use less, such as 0.1",
+        )
+    if config.dpo_loss_type == "kto_pair" and config.actor_train.samples_per_optimizer_step == 1:
+        yield warning(
+            "dpo_loss_type",
+            "kto_pair compares a response with the mean over the pairs of an optimizer step, and this one has 1 pair; "
+            "use more, such as actor_train.training_args.gradient_accumulation_steps 8",
+        )

@@ -14,7 +14,7 @@ from roll.algorithms.aggregation import masked, place_tokens, select_tokens, tok
 from roll.algorithms.lazy_torch import Tensor, torch
 
 if TYPE_CHECKING:
-    from roll.algorithms.turn_advantages import Episodes, Turns
+    from roll.algorithms.turns import Episodes, Turns
 
 BLOCK = 64
 """Columns that `discounted_sum` adds up by one matrix product."""

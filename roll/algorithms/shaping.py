@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from roll.algorithms.advantage_options import RUNNING, RUNNING_TAG, RUNNING_TYPES
 from roll.algorithms.aggregation import EPSILON, constant_group, group_mean, group_std, whiten
+from roll.algorithms.estimators.returns_to_go import RUNNING, RUNNING_TAG
 from roll.algorithms.lazy_torch import Tensor, torch
-from roll.algorithms.turn_advantages import Episodes
+from roll.algorithms.turns import Episodes
 
 if TYPE_CHECKING:
     from roll.algorithms.advantages import AdvantageSettings
@@ -187,19 +187,6 @@ class RunStatistics:
         return cls(ScoreStatistics(**state.get("score_statistics", {})), by_tag)
 
 
-def norm_types(config: AdvantageSettings) -> tuple[str | None, str | None]:
-    """`norm_mean_type` and `norm_std_type` where `normalize_scores` applies them; twice None where it has no effect.
-
-    The estimator itself applies `batch` and `group` alone.
-    """
-    types = config.norm_mean_type, config.norm_std_type
-    if config.adv_estimator == "reinforce":
-        return types if {"tag", *RUNNING_TYPES} & set(types) else (None, None)
-    if not config.uses_running_statistics:
-        return None, None
-    return types[0] if types[0] in RUNNING_TYPES else None, types[1] if types[1] in RUNNING_TYPES else None
-
-
 def normalize_scores(
     scores: Tensor,
     sets: Mapping[str, Tensor],
@@ -247,7 +234,7 @@ def apply_norm(
     before: RunStatistics,
     tag_names: Sequence[str] | None = None,
 ) -> tuple[Tensor, RunStatistics, dict[str, float]]:
-    """Scores [B] after `norm_types`, the statistics of the run with this batch, and metrics.
+    """Scores [B] after `norm_mean_type` and `norm_std_type`, the statistics of the run with this batch, and metrics.
 
     The batch counts in the statistics that normalise it, so the first batch of a run, or of a tag, has some.
 
@@ -255,7 +242,7 @@ def apply_norm(
         ValueError: scores are to be normalised by tag, and the tags [B] or, with `running_tag`, their names [B] are
             not known.
     """
-    types = norm_types(config)
+    types = config.norm_types
     if types == (None, None):
         return scores, before, {}
     values = episodes.per_episode(scores)

@@ -415,13 +415,19 @@ def part(cls: type[Instance], config: Any, **others: Any) -> Instance:
     return cls(**shared | others)
 
 
-def combined(name: str, parts: Mapping[str, type], owner: Callable[..., Condition]) -> type:
+def combined(
+    name: str,
+    parts: Mapping[str, type],
+    owner: Callable[..., Condition],
+    keeps: Callable[[Sequence[str]], bool] = lambda readers: True,
+) -> type:
     """A dataclass of the keys of several, in which a key has an effect only for those that declare it.
 
     Args:
         name: of the class.
         parts: dataclass of the keys by the name of what reads them; other classes have none.
         owner: makes the condition of a key from the names of what reads it.
+        keeps: whether the class has a key, from the same names.
     """
     found: dict[str, tuple[Key, list[str]]] = {}
     for each, options in parts.items():
@@ -429,17 +435,15 @@ def combined(name: str, parts: Mapping[str, type], owner: Callable[..., Conditio
             found.setdefault(key.path, (key, []))[1].append(each)
     keys = []
     for key, readers in found.values():
-        metadata = dict(key.field.metadata)
-        metadata["only_for"] = (owner(*readers), *metadata["only_for"])
-        default = {"default": key.field.default, "default_factory": key.field.default_factory}
-        given = {kind: value for kind, value in default.items() if value is not MISSING}
-        keys.append((key.path, key.hint, field(metadata=metadata, **given)))  # type: ignore[arg-type]
-    owned = dict.fromkeys(each for each in parts.values() if is_dataclass(each))
-    bases = [each for each in owned if not any(each is not other and issubclass(other, each) for other in owned)]
-    return make_dataclass(name, keys, bases=tuple(bases))
+        if keeps(readers):
+            metadata = key.field.metadata | {"only_for": (owner(*readers), *key.field.metadata["only_for"])}
+            default = {"default": key.field.default, "default_factory": key.field.default_factory}
+            given = {kind: value for kind, value in default.items() if value is not MISSING}
+            keys.append((key.path, key.hint, field(metadata=metadata, **given)))  # type: ignore[arg-type]
+    return make_dataclass(name, keys)
 
 
-def check_order(path: str, lower: float, upper: float) -> Iterator[Problem]:
-    """The problem of a lower bound above the upper one."""
+def check_order(path: str, lower: float, upper: float) -> Iterator[Finding]:
+    """Refuses a lower bound above the upper one."""
     if lower > upper:
-        yield Problem(path, f"{lower:g} is above the upper bound {upper:g}; swap them")
+        yield error(path, f"{lower:g} is above the upper bound {upper:g}; swap them")

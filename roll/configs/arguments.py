@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from roll.base.errors import Finding, error
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, needs, one_or_many, option
 from roll.hub.splits import READABLE
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
 
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's name of each value of `dtype`."""
@@ -280,3 +283,89 @@ def check_schedule(training: TrainingArguments, path: str) -> Iterator[Finding]:
             yield error(
                 f"{path}.{beta}", "1 never updates the moving average, so the optimizer never moves; use less than 1"
             )
+
+
+LOWEST_TEMPERATURE = 1e-3
+"""Lowest sampling temperature of samples that are trained on; logits divided by less overflow."""
+
+BYTES_OF_KEPT_TOKEN = 36
+"""Memory of one id in a list of Python."""
+
+LARGE_MASK_BYTES = 4 * 2**30
+"""Memory for the kept tokens of a batch that is warned of."""
+
+
+def check_sampling(config: RLConfig) -> Iterator[Finding]:
+    """Temperature, truncation, penalties and lengths of the samples trained on, and the lengths of validation."""
+    sampling, path = config.actor_infer.generating_args, "actor_infer.generating_args"
+    if sampling.temperature < LOWEST_TEMPERATURE:
+        yield error(
+            f"{path}.temperature",
+            f"{sampling.temperature:g} is greedy: all samples of a prompt would be equal, with nothing to train on; "
+            f"use at least {LOWEST_TEMPERATURE:g}, such as 1.0 (validation may use 0)",
+        )
+    if not config.is_num_return_sequences_expand and config.num_return_sequences_in_group > 1:
+        yield error(
+            "is_num_return_sequences_expand",
+            "false is not available: each sample is a request with its own seed; set it to true or leave it out",
+        )
+    if sampling.top_k == 1:
+        yield error(f"{path}.top_k", "1 is greedy: all samples of a prompt would be equal; use 0 for all tokens")
+    is_agentic = config.pipeline == "agentic"
+    if not is_agentic and sampling.num_return_sequences != config.num_return_sequences_in_group:
+        yield error(
+            f"{path}.num_return_sequences",
+            f"{sampling.num_return_sequences} is not num_return_sequences_in_group "
+            f"{config.num_return_sequences_in_group}; leave it out",
+        )
+    if sampling.repetition_penalty != 1:
+        yield warning(
+            f"{path}.repetition_penalty",
+            f"{sampling.repetition_penalty:g} changes the distribution sampled from, but not the log-probs the engine "
+            "returns: every ratio is biased; use 1.0",
+        )
+    yield from _check_truncation(config)
+    if is_agentic:
+        return
+    for role in ("actor_infer", "validation"):
+        longest = getattr(config, role).generating_args.max_new_tokens
+        if longest is not None and config.response_length is not None and longest > config.response_length:
+            yield error(
+                f"{role}.generating_args.max_new_tokens",
+                f"{longest} is above response_length {config.response_length}; use at most that, or leave it out",
+            )
+
+
+def _check_sampling_mask(config: RLConfig) -> Iterator[Finding]:
+    top_k, options = config.actor_infer.generating_args.top_k, config.actor_infer.strategy_args.strategy_config
+    limit = options.get("sampling_mask_max_tokens")
+    if isinstance(limit, int) and limit < top_k:
+        path = "actor_infer.strategy_args.strategy_config.sampling_mask_max_tokens"
+        yield error(path, f"{limit} is below top_k {top_k}, so the engine would refuse every request; leave it out")
+    if config.actor_infer.generating_args.top_p == 1:
+        length = getattr(config, "response_length", None) or config.sequence_length or 0
+        size = config.samples_per_batch * length * top_k * BYTES_OF_KEPT_TOKEN
+        if size > LARGE_MASK_BYTES:
+            yield warning(
+                "actor_infer.generating_args.top_k",
+                f"{top_k} keeps as many ids for every token, up to {size / 2**30:.0f} GiB for a batch of long "
+                "responses; use a smaller top_k, a top_p below 1, or on_truncated_sampling: warn",
+            )
+
+
+def _check_truncation(config: RLConfig) -> Iterator[Finding]:
+    sampling = config.actor_infer.generating_args
+    cuts = [f"top_p {sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k {sampling.top_k}"] * (sampling.top_k > 0)
+    if config.replays_sampling_mask:
+        yield from _check_sampling_mask(config)
+    if not cuts or config.replays_sampling_mask:
+        return
+    message = (
+        f"{' and '.join(cuts)} sample from a truncated distribution, but the engine returns log-probs of the whole "
+        "one: every ratio and KL is biased; use top_p 1.0 and top_k 0, or on_truncated_sampling: replay with a top_k "
+        f"from 2 to {LONGEST_SAMPLING_MASK}"
+    )
+    if config.on_truncated_sampling == "refuse":
+        yield error("actor_infer.generating_args", f"{message} (on_truncated_sampling is refuse)")
+    else:
+        yield warning("actor_infer.generating_args", message)

@@ -10,9 +10,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from roll.algorithms.advantage_options import check_advantages
+from roll.algorithms.correction_options import check_correction
+from roll.algorithms.policy_options import check_policy
+from roll.algorithms.preference_options import check_preferences
+from roll.algorithms.shaping_options import check_shaping
 from roll.base.errors import Finding, Report, error, warning
 from roll.base.schema import YEAR_S, keys_along, value_at
 from roll.configs.agentic import AgenticConfig, check_agentic
+from roll.configs.arguments import LOWEST_TEMPERATURE, check_sampling
 from roll.configs.asynchronous import check_asynchronous
 from roll.configs.devices.device_use import check_device_use, check_reward_model_devices, check_shared_devices
 from roll.configs.devices.megatron import check_kernels, check_megatron
@@ -22,10 +28,9 @@ from roll.configs.environments import TryEnvironment, check_entries
 from roll.configs.files.folders import check_files
 from roll.configs.files.model_files import check_engine_lengths, check_models, check_tokenizers
 from roll.configs.learning.batch_sizes import check_batch, check_training
+from roll.configs.learning.rounding import check_mismatch
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
-from roll.configs.rules import learning, shaping
-from roll.configs.rules.learning import LOWEST_TEMPERATURE
 from roll.configs.scoring.rewards import check_rewards
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig, check_scoring_engine
 from roll.configs.trackers import TRACKER_OPTIONS, check_trackers
@@ -46,6 +51,18 @@ LARGEST_NODE = 16
 """Devices of the largest usual machine; more are CPU slots, or a slip."""
 
 
+LEARNING = (
+    check_advantages,
+    check_policy,
+    check_mismatch,
+    check_asynchronous,
+    check_correction,
+    check_shaping,
+    check_sampling,
+)
+"""What is checked of a reinforcement learning run."""
+
+
 def check(config: BaseConfig) -> Report:
     """All findings about a loaded configuration: those of its keys, and those about this machine and the platform.
 
@@ -64,25 +81,18 @@ def check_keys(config: BaseConfig, report: Report, try_environment: TryEnvironme
     if not any(problem.path.startswith("actor_train.") for problem in report.errors):
         report.add(check_batch(config))
     if isinstance(config, RLConfig):
-        _check_learning(config, report)
+        for check_subject in LEARNING:
+            report.add(check_subject(config))
     if isinstance(config, RLVRConfig):
         report.add(check_rewards(config))
     if isinstance(config, DPOConfig):
-        learning.check_preferences(config, report)
+        report.add(check_preferences(config))
     if isinstance(config, AgenticConfig):
         report.add(check_entries(config.custom_envs, try_environment))
         report.add(check_agentic(config))
     report.add(check_trackers(config.track_with, config.tracker_kwargs, config.source))
     report.add(_check_numbers(config))
     report.add(_check_unused_keys(config))
-
-
-def _check_learning(config: RLConfig, report: Report) -> None:
-    learning.check_algorithm(config, report)
-    report.add(check_asynchronous(config))
-    learning.check_policy(config, report)
-    shaping.check_shaping(config, report)
-    learning.check_sampling(config, report)
 
 
 def _check_roles(config: BaseConfig) -> Iterator[Finding]:

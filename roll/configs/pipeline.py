@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from roll.algorithms.advantage_options import (
-    GREEDY_ESTIMATORS,
-    VALUE_ESTIMATORS,
     AdvantageOptions,
     CriticOptions,
-    SampleMaskOptions,
 )
 from roll.algorithms.advantages import AdvantageSettings
-from roll.algorithms.policy_options import PolicyOptions, PolicySettings, UserOptions, proximal_source, ratio_base
+from roll.algorithms.policy_options import PolicyOptions, PolicySettings, proximal_source, ratio_base
 from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
+from roll.algorithms.registry import UserOptions
+from roll.algorithms.shaping_options import SampleMaskOptions
 from roll.base.schema import YEAR_S, Condition, Source, internal, needs, one_or_many, option, part, time_text
 from roll.configs.arguments import ENGINE_RUNS, LONGEST_SAMPLING_MASK, pipelines
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
@@ -485,11 +484,11 @@ class RLConfig(
 
     @property
     def uses_critic(self) -> bool:
-        return self.adv_estimator in VALUE_ESTIMATORS
+        return self.estimator.needs == "values"
 
     @property
     def uses_greedy_responses(self) -> bool:
-        return self.adv_estimator in GREEDY_ESTIMATORS
+        return self.estimator.needs == "baselines"
 
     @property
     def critic_apart(self) -> bool:

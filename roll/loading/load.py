@@ -10,7 +10,9 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
+from roll.algorithms.registry import Algorithm
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import Converter, Source, Tree, declared, known_keys, one_or_many, value_at
@@ -183,15 +185,18 @@ def _load_modules(value: Any, source: str) -> None:
 
 
 def _user_options(config: AnyConfig, converter: Converter) -> None:
-    """Makes the mappings of `custom_options` the options that their losses declare."""
+    """Makes the mappings of `custom_options` the options that losses and estimators declare."""
     if not isinstance(config, RLConfig):
         return
+    every: list[Algorithm] = [*POLICY_LOSSES.values(), *ADV_ESTIMATORS.values()]
+    own = {each.name: each for each in every if is_dataclass(each.options) and not each.built_in}
     for name, given in config.custom_options.items():
-        if name in POLICY_LOSSES and is_dataclass(POLICY_LOSSES[name].options):
-            options = POLICY_LOSSES[name].options()
+        if name in own:
+            options = own[name].options()
             config.custom_options[name] = converter.overlay(given, options, f"custom_options.{name}")
         else:
-            message = f"{name} is no policy loss with options; known: {', '.join(POLICY_LOSSES)}"
+            known = ", ".join(own) or "none, see custom_modules"
+            message = f"{name} is no loss or estimator of yours with options; known: {known}"
             converter.problems.append(Problem(f"custom_options.{name}", message))
 
 

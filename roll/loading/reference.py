@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from roll.algorithms.advantage_options import ADV_ESTIMATORS
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
 from roll.configs.arguments import TEMPLATES

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.adv_estimators import ADV_ESTIMATORS
-from roll.algorithms.advantage_options import TURN_ESTIMATORS
 from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
 from tests.algorithms.batches import CLOSE, DRAWS, Draw, draw
+from tests.algorithms.trajectories import RESPONSE_ESTIMATORS
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -167,7 +166,7 @@ def advantages_by_loops(name: str, data: Draw, config: AdvantageSettings, given:
 OF_TEACHER = ("log_probs", "ref_log_probs")
 
 
-@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS])
+@pytest.mark.parametrize("name", RESPONSE_ESTIMATORS)
 def test_advantages_are_those_of_their_formulas(name):
     for seed in DRAWS:
         data = draw(seed)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from roll.algorithms.adv_estimators import EPSILON, token_baselines
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
+from roll.algorithms.estimators.token_baseline import EPSILON, token_baselines
 from tests.algorithms.trajectories import Trajectory, make_batch
 
 OTB = AdvantageSettings(adv_estimator="optimal_token_baseline")

@@ -2,17 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from roll.algorithms import advantage_options as advantages
-from roll.algorithms.adv_estimators import ADV_ESTIMATORS
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.registry import Registry
-
-
-def test_registered_estimators_are_those_of_the_configuration():
-    assert set(ADV_ESTIMATORS) == set(advantages.ADV_ESTIMATORS)
 
 
 def test_all_allowed_values_are_registered():

@@ -18,7 +18,7 @@ from roll.algorithms.shaping import (
     length_weights,
     sample_weights,
 )
-from roll.algorithms.turn_advantages import episodes_of
+from roll.algorithms.turns import episodes_of
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import single_turns

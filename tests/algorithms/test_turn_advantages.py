@@ -10,19 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.adv_estimators import ADV_ESTIMATORS
-from roll.algorithms.advantage_options import (
-    GREEDY_ESTIMATORS,
-    PER_REWARD_ESTIMATORS,
-    TEACHER_ESTIMATORS,
-    TOKEN_ESTIMATORS,
-    TURN_ESTIMATORS,
-    VALUE_ESTIMATORS,
-)
 from roll.algorithms.advantages import AdvantageSettings, GreedyResponses
-from roll.algorithms.turn_advantages import TURN_KEYS, episodes_of, read_turns
-from roll.algorithms.turn_options import RewardNormalization
-from tests.algorithms.trajectories import Trajectory, make_batch
+from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.estimators.turn_returns import RewardNormalization
+from roll.algorithms.turns import TURN_KEYS, episodes_of, read_turns
+from tests.algorithms.trajectories import TURN_ESTIMATORS, Trajectory, make_batch
 
 TWO = [Trajectory(0, [1.0, 2.0], [0, 1]), Trajectory(0, [0.0], [0])]
 
@@ -243,17 +235,9 @@ def trajectories(draw):
 
 
 TYPES = st.sampled_from(["batch", "group", None])
-FOR_OTHER_DATA = (
-    *VALUE_ESTIMATORS,
-    *GREEDY_ESTIMATORS,
-    *PER_REWARD_ESTIMATORS,
-    *TEACHER_ESTIMATORS,
-    *TOKEN_ESTIMATORS,
-)
-"""Estimators that need more than turns."""
 CONFIGS = st.builds(
     settings_of,
-    st.sampled_from([name for name in ADV_ESTIMATORS if name not in FOR_OTHER_DATA]),
+    st.sampled_from([name for name, each in ADV_ESTIMATORS.items() if each.needs in ("", "turns")]),
     TYPES,
     TYPES,
     st.sampled_from(["traj_group_id", "traj_id", "tags", "batch"]),

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import Advantages, AdvantageSettings, compute_advantages
-from roll.algorithms.turn_advantages import Turns, read_turns
+from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.turns import Turns, read_turns
+
+TURN_ESTIMATORS = [name for name, each in ADV_ESTIMATORS.items() if each.needs == "turns"]
+RESPONSE_ESTIMATORS = [name for name in ADV_ESTIMATORS if name not in TURN_ESTIMATORS]
 
 JUNK = 77.0
 """Value of every entry that must not be read."""

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantage_options import TURN_ESTIMATORS
+from roll.algorithms.advantage_options import TurnOptions
 from roll.algorithms.advantages import AdvantageSettings
+from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.estimators.turn_returns import RewardNormalization
 from roll.algorithms.policy_options import RatioOptions
-from roll.algorithms.turn_options import RewardNormalization, TurnOptions
 from roll.base.schema import Converter, known_keys
 from roll.configs.environments import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 from roll.configs.pipeline import RLConfig, RLVRConfig
@@ -86,7 +87,7 @@ def test_defaults_are_the_same_in_agentic_and_rlvr() -> None:
     assert Agent().policy == RLVRConfig().policy
 
 
-@pytest.mark.parametrize("estimator", TURN_ESTIMATORS)
+@pytest.mark.parametrize("estimator", [name for name, each in ADV_ESTIMATORS.items() if each.needs == "turns"])
 def test_turn_estimators_are_refused_in_rlvr(tmp_path: Path, estimator: str) -> None:
     message = refusal(tmp_path, f"adv_estimator={estimator}")
     assert f"adv_estimator: {estimator} needs trajectories of several turns" in message

@@ -60,7 +60,7 @@ BATCH = {
 }
 
 ALGORITHM = {
-    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; did you mean grpo? known: grpo, reinforce, ",
+    "adv_estimator=gpro": "adv_estimator: 'gpro' is not known; did you mean grpo? known: ",
     "adv_estimator=gspo": "adv_estimator: 'gspo' is not known; gspo is a value of actor_train.pg_variant; known: ",
     "actor_train.pg_variant=grpo": "actor_train.pg_variant: 'grpo' is not known; grpo is a value of adv_estimator; ",
     "actor_train.pg_variant=topper": "actor_train.pg_variant: 'topper' is not known; did you mean topr? ",
@@ -222,11 +222,11 @@ HARMLESS = {
     "adv_estimator=gae critic={device_mapping: 0-7, data_args: {template: qwen2_5}}": "critic.data_args.template: has "
     "no effect: it learns from the samples of actor_train",
     "actor_train.pg_variant={ppo: 1, gspo: 1} tis_upper_bound=2": "tis_upper_bound: has no effect: it belongs to",
-    "lambd=0.9": "lambd: has no effect: adv_estimator is not gae",
+    "lambd=0.9": "lambd: has no effect: it belongs to adv_estimator gae",
     "kl_loss_coef=0.1": "kl_loss_coef: has no effect: use_kl_loss is false; set it to true",
     "init_kl_coef=0.1": "init_kl_coef: has no effect: add_token_level_kl is false; set it to true",
     "norm_mean_type=batch": "norm_mean_type: has no effect: only adv_estimator reinforce reads it",
-    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: adv_estimator is not grpo",
+    "adv_estimator=reinforce grpo_norm_by_std=false": "grpo_norm_by_std: has no effect: it belongs to adv_est",
     "actor_train.pg_variant=vanilla pg_clip_low=0.1": "pg_clip_low: has no effect: it belongs to "
     "actor_train.pg_variant ppo or decoupled_ppo",
     "actor_train.worker_cls=a.b.ActorPGWorker": "actor_train.worker_cls: has no effect",

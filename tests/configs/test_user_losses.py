@@ -1,4 +1,4 @@
-"""A policy loss from a module of the user, named in the YAML, is known with its options, in every process."""
+"""A loss and an estimator from a module of the user, named in the YAML, are known with their options everywhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base import custom_modules
 from tests.configs.samples import refusal, rlvr
 
 MODULE = """
 from dataclasses import dataclass
+from roll.algorithms.estimators import RewardBatch, estimator
 from roll.algorithms.policy_loss import PolicyTokens, TokenLosses, policy_loss
 from roll.base.schema import option
 
@@ -29,6 +33,15 @@ def loss(tokens: PolicyTokens, options: Options) -> TokenLosses:
     ratio = tokens.ratio.detach()
     weight = ratio.clamp(max=options.bound)
     return TokenLosses(-weight * tokens.advantages * tokens.log_probs, ratio, weight < ratio)
+
+@dataclass
+class Shift:
+    by: float = option(1.0, "Subtracted from every score.")
+
+@estimator("{name}_shift", options=Shift, in_group=True)
+def shift(batch: RewardBatch, options: Shift):
+    advantages = (batch.scores - options.by)[:, None] * batch.response_mask
+    return advantages, advantages
 """
 
 
@@ -46,11 +59,11 @@ print(token_losses(PolicyTokens(one * 3, one, one, one.bool()), settings).loss.t
 def no_loss_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(custom_modules, "_loaded", set(custom_modules._loaded))
     monkeypatch.setenv(custom_modules.CUSTOM_MODULES, "")
-    before = dict(POLICY_LOSSES)
+    for registry in (POLICY_LOSSES, ADV_ESTIMATORS):
+        monkeypatch.setattr(registry, "_functions", dict(registry))
     yield
-    for name in set(POLICY_LOSSES) - set(before):
-        del POLICY_LOSSES._functions[name]
-        del sys.modules[f"{name}_module"]
+    for name in ("mine", "packaged"):
+        sys.modules.pop(f"{name}_module", None)
 
 
 def write_module(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -74,6 +87,17 @@ def test_a_loss_of_the_user_is_chosen_with_its_options(tmp_path: Path, monkeypat
     assert losses_in_rank(rlvr(tmp_path, *use).policy, tmp_path) == "[[-6.0, -6.0]]\n"
     assert "custom_options.mine.bound" in refusal(tmp_path, *use, "custom_options.mine.bound=-1")
     assert "custom_options.mine.bond" in refusal(tmp_path, *use, "custom_options.mine.bond=1")
+
+
+def test_an_estimator_of_the_user_is_chosen_with_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module(tmp_path, monkeypatch, "mine")
+    use = ["custom_modules=[mine_module]", "adv_estimator=mine_shift"]
+    batch = (torch.tensor([1.0, 3.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2, 1))
+    for options, expected in (([], [[0.0], [2.0]]), (["custom_options.mine_shift.by=2"], [[-1.0], [1.0]])):
+        config = rlvr(tmp_path, *use, *options)
+        assert compute_advantages(*batch, config.advantages).advantages.tolist() == expected
+    alone = ("num_return_sequences_in_group=1", "rollout_batch_size=512")
+    assert "1 gives every sample of mine_shift advantage 0" in refusal(tmp_path, *use, *alone)
 
 
 def test_options_of_an_unknown_loss_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.algorithms import compare
-from roll.algorithms.advantage_options import ADV_ESTIMATORS, TURN_ESTIMATORS
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.policy_options import losses_of
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
@@ -46,7 +46,8 @@ def test_a_recipe_plans_without_a_surprise(name: str, ratio: int, tmp_path: Path
 def test_together_they_have_every_algorithm_for_single_turns(tmp_path: Path, tiny_model_dir: Path):
     loaded = [load(name, tmp_path, tiny_model_dir) for name in compare.recipes()]
     configs = [config for config in loaded if isinstance(config, RLVRConfig)]
-    assert {config.adv_estimator for config in configs} == set(ADV_ESTIMATORS) - set(TURN_ESTIMATORS)
+    of_responses = {name for name, each in ADV_ESTIMATORS.items() if each.needs != "turns"}
+    assert {config.adv_estimator for config in configs} == of_responses
     losses = [losses_of(config.actor_train.pg_variant) for config in configs]
     assert {name for each in losses for name in each} == set(POLICY_LOSSES) and max(map(len, losses)) > 1
     corrections = [config.correction for config in configs]

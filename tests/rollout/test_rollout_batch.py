@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
-from roll.algorithms.turn_advantages import check_turns, read_turns
-from roll.algorithms.turn_options import RewardNormalization
+from roll.algorithms.estimators.turn_returns import RewardNormalization
+from roll.algorithms.turns import check_turns, read_turns
 from roll.rollout.rollout_batch import NO_TURN, batch_of_groups, dump_samples
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 from roll.trackers.files import read_samples

@@ -6,12 +6,9 @@ share. No file but these names a loss; all are found here.
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
-
 from roll.algorithms.policy_loss.base import POLICY_LOSSES, PolicyLoss, PolicyTokens, TokenLosses, policy_loss
+from roll.algorithms.registry import import_all
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    import_module(_module.name)
+import_all(__name__, __path__)
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyTokens", "TokenLosses", "policy_loss"]

@@ -7,7 +7,7 @@ aggregates the result; values outside the response mask are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,8 +15,7 @@ from typing import Any, Literal
 from roll.algorithms.aggregation import masked, unit_mean
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.lazy_torch import Tensor, torch
-from roll.algorithms.registry import Registry
-from roll.base.errors import Problem
+from roll.algorithms.registry import Algorithm, Registry
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,14 @@ class PolicyTokens:
         return replace(self, base=base)
 
 
+Formula = Callable[[PolicyTokens, Any], TokenLosses]
+
+
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss; the defaults are the traits of PPO.
+class PolicyLoss(Algorithm):
+    """A policy loss: f(tokens, options) -> the loss of each token. The defaults are the traits of PPO.
 
     Attributes:
-        name: the value of `pg_variant`.
-        formula: f(tokens, options) -> the loss of each token; its docstring is the entry in docs/algorithms.md.
-        options: dataclass of its keys. Those of a loss of the user are in `custom_options.<name>` of the YAML.
-        check: the problems of given options, by key.
         ratio_base: what `pg_ratio_base: auto` is: `behavior` where the ratio is the distance to the policy that
             sampled, `proximal` where it must be the size of an update, `auto` where `old_log_probs_source` decides.
         multiplies_ratio: whether the gradient of a token is a multiple of its ratio, so that a weight for the same
@@ -90,10 +88,6 @@ class PolicyLoss:
             differently, chosen from the whole batch; None if there are none.
     """
 
-    name: str
-    formula: Callable[[PolicyTokens, Any], TokenLosses]
-    options: type = object
-    check: Callable[[Any], Iterator[Problem]] | None = None
     ratio_base: Literal["behavior", "proximal", "auto"] = "auto"
     multiplies_ratio: bool = True
     reads_ratio: bool = True
@@ -102,19 +96,16 @@ class PolicyLoss:
     choose: Callable[[Tensor, Tensor, Tensor, Any, int], Tensor] | None = None
 
     def __call__(self, tokens: PolicyTokens, options: Any) -> TokenLosses:
-        return self.formula(tokens, options)
+        result: TokenLosses = self.formula(tokens, options)
+        return result
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("pg_variant")
 
 
-def policy_loss(name: str, **declared: Any) -> Callable[[Callable[[PolicyTokens, Any], TokenLosses]], PolicyLoss]:
+def policy_loss(name: str, **declared: Any) -> Callable[[Formula], PolicyLoss]:
     """Decorator that registers a formula as the `pg_variant` of this name; `declared` are attributes of PolicyLoss."""
-
-    def register(formula: Callable[[PolicyTokens, Any], TokenLosses]) -> PolicyLoss:
-        return POLICY_LOSSES.register(name)(PolicyLoss(name, formula, **declared))
-
-    return register
+    return lambda formula: POLICY_LOSSES.register(name)(PolicyLoss(name, formula, **declared))
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from roll.algorithms.aggregation import masked, masked_mean
 from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.policy_loss.base import PolicyTokens, TokenLosses, none_of, policy_loss
 from roll.algorithms.policy_loss.ppo import PPOOptions, ppo
-from roll.base.errors import Problem
+from roll.base.errors import Finding, warning
 from roll.base.schema import check_order, option
 
 
@@ -43,7 +44,7 @@ class ClipCovOptions(PPOOptions):
     clip_cov_upper: float = option(5.0, "Largest covariance of log-prob and advantage of these tokens.")
 
 
-def _check(options: ClipCovOptions) -> Iterator[Problem]:
+def _check(options: ClipCovOptions, _: object) -> Iterator[Finding]:
     yield from check_order("clip_cov_lower", options.clip_cov_lower, options.clip_cov_upper)
 
 
@@ -83,7 +84,16 @@ def _highest(log_probs: Tensor, advantages: Tensor, mask: Tensor, options: KLCov
     return _largest(covariances, mask, max(1, int(int(mask.sum()) * options.kl_cov_ratio)))
 
 
-@policy_loss("kl_cov", options=KLCovOptions, choose=_highest)
+def _check_steps(_: KLCovOptions, config: Any) -> Iterator[Finding]:
+    if config.optimizer_steps_per_batch == 1 and config.async_generation_ratio == 0:
+        yield warning(
+            "actor_train.pg_variant",
+            "kl_cov has no effect with one optimizer step for each batch: its KL has no gradient before the second; "
+            "use ppo_epochs 2 or smaller optimizer steps",
+        )
+
+
+@policy_loss("kl_cov", options=KLCovOptions, check=_check_steps, choose=_highest)
 def kl_cov(tokens: PolicyTokens, options: KLCovOptions) -> TokenLosses:
     """-r A + `kl_cov_coef` |log pi - log base|, the second term for the tokens of highest covariance only.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from roll.algorithms.policy_loss.base import PolicyTokens, TokenLosses, policy_loss
-from roll.base.errors import Problem
+from roll.base.errors import Finding
 from roll.base.schema import check_order, option
 
 
@@ -18,7 +18,7 @@ class TISOptions:
     tis_upper_bound: float = option(1.0, "Largest weight.", gt=0, usual=(0.001, 1e4))
 
 
-def _check(options: TISOptions) -> Iterator[Problem]:
+def _check(options: TISOptions, _: object) -> Iterator[Finding]:
     yield from check_order("tis_lower_bound", options.tis_lower_bound, options.tis_upper_bound)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from roll.algorithms.aggregation import masked, masked_sum
 from roll.algorithms.lazy_torch import torch
 from roll.algorithms.policy_loss.base import PolicyTokens, TokenLosses, clamped_exp, policy_loss
-from roll.base.errors import Problem
+from roll.base.errors import Finding, error
 from roll.base.schema import option
 
 
@@ -24,10 +24,9 @@ class TOPROptions:
     )
 
 
-def _check(options: TOPROptions) -> Iterator[Problem]:
+def _check(options: TOPROptions, _: object) -> Iterator[Finding]:
     if options.topr_positive_weight == options.topr_negative_weight == 0:
-        message = "0, and topr_negative_weight 0 too: nothing is learned; give one a weight"
-        yield Problem("topr_positive_weight", message)
+        yield error("topr_positive_weight", "0, and topr_negative_weight 0 too: nothing is learned; give one a weight")
 
 
 @policy_loss("topr", options=TOPROptions, check=_check, ratio_base="behavior")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.algorithms.estimators.turn_returns import METHODS
 from roll.algorithms.policy_options import traits_of
-from roll.algorithms.turn_options import METHODS
 from roll.base.schema import SECTION
 from roll.compat.recipe import Recipe, shown
 

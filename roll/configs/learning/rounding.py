@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from roll.base.errors import Finding, warning
 
 EPSILON = {"fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}
 
@@ -36,3 +39,16 @@ def mismatch_bounds(
     mean = float(f"{mean:.2g}")
     bounds = mean, p99 * mean, None if largest is None else largest * mean
     return dict(zip(("mean_logprob_mismatch", "p99_logprob_mismatch", "max_logprob_mismatch"), bounds, strict=True))
+
+
+def check_mismatch(config: Any) -> Iterator[Finding]:
+    """A bound that another one reaches first has no effect."""
+    largest = config.max_logprob_mismatch
+    for key in ("mean_logprob_mismatch", "p99_logprob_mismatch"):
+        bound = getattr(config, key)
+        if key in config.source.given and largest is not None and bound is not None and bound > largest:
+            yield warning(
+                key,
+                f"{bound:g} is never reached: max_logprob_mismatch {largest:g} ends the run first; use at most that, "
+                "or raise that too",
+            )

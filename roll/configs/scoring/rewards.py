@@ -302,6 +302,7 @@ def check_rewards(config: RLVRConfig) -> Iterator[Finding]:
     yield from _check_domains(config)
     if config.uses_reward_parts:
         yield from _check_per_reward(config)
+    yield from _check_bounds(config)
 
 
 def _check_catch_all(config: RLVRConfig) -> Iterator[Finding]:
@@ -384,6 +385,28 @@ def _check_per_reward(config: RLVRConfig) -> Iterator[Finding]:
             "this is grpo with advantages whitened over the batch; name a tag in tag_included of several rewards, or "
             "use grpo",
         )
+
+
+def _check_bounds(config: RLVRConfig) -> Iterator[Finding]:
+    """The two scores of a reward are those that shaping expects; where rewards are added, others are possible."""
+    threshold = config.length_reward_threshold
+    for name, reward in config.rewards.items():
+        is_added = all([*rewards_of(config.rewards, tag)] != [name] for tag in reward.tag_included)
+        if scoring_role(reward) == "reward" or (reward.tag_included and is_added):
+            continue
+        low, high = sorted((reward.weight * reward.wrong_score, reward.weight * reward.correct_score))
+        if config.length_reward_coef and not low <= threshold < high:
+            yield warning(
+                "length_reward_threshold",
+                f"{threshold:g} does not tell right from wrong answers: scores of rewards.{name} are {low:g} and "
+                f"{high:g}, and one above the threshold is right; use {low:g}",
+            )
+        if config.difficulty_loss_weight and (low < 0 or high > 1):
+            yield warning(
+                "difficulty_loss_weight",
+                f"measures difficulty by mean scores from 0 to 1, and those of rewards.{name} are from {low:g} to "
+                f"{high:g}: beyond 0 and 1 all prompts have the same weight",
+            )
 
 
 def _all(names: Collection[str]) -> str:

@@ -6,7 +6,7 @@ import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.algorithms.advantage_options import SCORED
+from roll.algorithms.shaping_options import SCORED
 from roll.base.schema import Tree, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.defaults import OWN_MODEL_ROLES
@@ -250,7 +250,7 @@ def _shrink_role(edit: _Section, role: EngineRoleConfig | MegatronRoleConfig, pl
 
 def _shrink_rl(edit: _Section, config: RLConfig, batch: SmallBatch) -> None:
     if config.adv_estimator == "pass_at_k":
-        edit.set(SMALL, pass_k=min(config.pass_k, batch.group_size - 1))
+        edit.set(SMALL, pass_k=min(value_at(config, "pass_k"), batch.group_size - 1))
     if config.uses_critic and config.critic_warmup:
         edit.set("a rehearsal", critic_warmup=1)
     edit.set(OWN_FOLDER, rollout_dump_dir=f"{edit.root['output_dir']}/samples")

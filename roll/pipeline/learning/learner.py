@@ -40,7 +40,7 @@ from roll.algorithms.kl import kl_controller
 from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
-from roll.algorithms.turn_advantages import TURN_KEYS, read_turns
+from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
 from roll.configs.pipeline import RLConfig, role_seed
 from roll.datasets.batch import Batch

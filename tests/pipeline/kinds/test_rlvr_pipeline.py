@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantage_options import ADV_ESTIMATORS
 from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compute_advantages
-from roll.algorithms.turn_advantages import read_turns
+from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.turns import read_turns
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.configs.pipeline import RLVRConfig

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantage_options import ADV_ESTIMATORS, TEACHER_ESTIMATORS, VALUE_ESTIMATORS
+from roll.algorithms.advantage_options import TurnOptions
 from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, compute_advantages
+from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.policy_options import RatioOptions
-from roll.algorithms.turn_advantages import TURN_KEYS
-from roll.algorithms.turn_options import TurnOptions
+from roll.algorithms.turns import TURN_KEYS
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.batch import Batch
@@ -348,7 +348,7 @@ def test_of_turns_greedy_responses_and_rewards_only_turn_index_reaches_the_loss_
     assert metrics["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
 
 
-WITHOUT_MODEL = [name for name in ADV_ESTIMATORS if name not in (*VALUE_ESTIMATORS, *TEACHER_ESTIMATORS)]
+WITHOUT_MODEL = [name for name, each in ADV_ESTIMATORS.items() if each.needs not in ("values", "teacher_kl")]
 """Estimators that need no second model."""
 
 

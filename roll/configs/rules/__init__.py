@@ -1,1 +1,0 @@
-"""Checks of losses and advantages, which a report collects."""
