@@ -21,10 +21,6 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number of each value of `dtype`; the plan of a run is made without torch."""
 
 
-TEMPLATES = ("native", "none", "chatml", "qwen2_5", "qwen3", "llama3")
-"""Values of `data_args.template`; `roll.datasets.templates` defines them."""
-
-
 def pipelines(*names: str, reason: str, is_error: bool = False) -> Condition:
     """The condition of keys that only these pipelines read."""
     return Condition(lambda config, _: config.pipeline in names, reason, ("pipeline",), is_error)

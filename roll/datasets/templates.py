@@ -16,11 +16,11 @@ from jinja2 import TemplateError
 
 from roll.datasets.prompts import ANSWER_FIELDS, Message, Prompt, Question
 from roll.datasets.records import DatasetError
+from roll.models.families.chat_template import NATIVE, NONE
+from roll.models.families.registry import chat_templates, template_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NATIVE, NONE = "native", "none"
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 MARK, CHECKED_MESSAGES = 7_310_000_000, 20
@@ -28,56 +28,6 @@ MARK, CHECKED_MESSAGES = 7_310_000_000, 20
 
 RENDERED_FIELDS = ("tools", "tool_calls", "function_call", "name", *THOUGHTS)
 """Parts of a prompt that a template may not leave out; templates match a tool's answer to its call by their order."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """A built-in chat template.
-
-    Attributes:
-        jinja: the template, in the Jinja format of Hugging Face tokenizers.
-        markers: its special tokens. A tokenizer that lacks one would encode it as plain text.
-    """
-
-    jinja: str
-    markers: tuple[str, ...]
-
-
-def _turns(opening: str, closing: str) -> str:
-    return (
-        "{% for message in messages %}"
-        + opening.replace("ROLE", "{{ message.role }}")
-        + "{{ message.content }}"
-        + closing
-        + "{% endfor %}{% if add_generation_prompt %}"
-        + opening.replace("ROLE", "assistant")
-        + "{% endif %}"
-    )
-
-
-_CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
-_CHATML = _turns("<|im_start|>ROLE\n", "<|im_end|>\n")
-_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-
-BUILT_IN: dict[str, Template] = {
-    "chatml": Template(_CHATML, _CHATML_MARKERS),
-    "qwen2_5": Template(
-        "{% if messages[0].role != 'system' %}<|im_start|>system\n"
-        + _QWEN_SYSTEM
-        + "<|im_end|>\n{% endif %}"
-        + _CHATML,
-        _CHATML_MARKERS,
-    ),
-    "qwen3": Template(_CHATML, _CHATML_MARKERS),
-    "llama3": Template(
-        "<|begin_of_text|>" + _turns("<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-}
-"""Templates that do not depend on the tokenizer's own."""
-
-TEMPLATES = (NATIVE, NONE, *BUILT_IN)
-"""Values of `data_args.template`: `native` is the tokenizer's own template, `none` leaves a text unchanged."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +44,14 @@ class EncodedPrompt:
 
 def template_problem(template: str, has_chat_template: bool, vocabulary: Collection[str]) -> str | None:
     """Why a tokenizer cannot apply a template; None if it can."""
-    if template not in TEMPLATES:
-        near = difflib.get_close_matches(template, TEMPLATES, n=1)
+    names, built_in = template_names(), chat_templates().get(template)
+    if template not in names:
+        near = difflib.get_close_matches(template, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{template!r} is not one of {', '.join(TEMPLATES)}{hint}"
+        return f"{template!r} is not one of {', '.join(names)}{hint}"
     if template == NATIVE and not has_chat_template:
-        return f"the tokenizer has no chat template; use {', '.join(TEMPLATES[1:])}"
-    missing = set(BUILT_IN[template].markers) - set(vocabulary) if template in BUILT_IN else set()
+        return f"the tokenizer has no chat template; use {', '.join(names[1:])}"
+    missing = set(built_in.markers) - set(vocabulary) if built_in else set()
     if missing:
         return (
             f"{template!r} needs the special tokens {', '.join(sorted(missing))}, which this tokenizer does not have; "
@@ -125,7 +76,7 @@ class PromptEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        template: one of TEMPLATES.
+        template: one of `template_names()`.
         variables: of `template_variables`.
 
     Raises:
@@ -141,7 +92,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = template
         self._variables = dict(variables or {})
-        self._jinja = BUILT_IN[template].jinja if template in BUILT_IN else None
+        built_in = chat_templates().get(template)
+        self._jinja = built_in.jinja if built_in else None
         self._first = _first_tokens(tokenizer) if template == NONE else []
 
     def encode(self, questions: Sequence[Question]) -> list[list[int]]:

@@ -12,13 +12,12 @@ from pathlib import Path
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
-from roll.configs.arguments import TEMPLATES
 from roll.configs.devices.sglang_options import OWNED
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
 from roll.configs.trackers import TRACKER_OPTIONS
 from roll.loading.load import PIPELINES
-from roll.models.families.registry import architectures
+from roll.models.families.registry import architectures, template_names
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
@@ -118,7 +117,7 @@ def _tracker_keys() -> Iterator[Key]:
 def _names() -> Iterator[tuple[str, str]]:
     yield "`adv_estimator`", ", ".join(ADV_ESTIMATORS)
     yield "`actor_train.pg_variant`", ", ".join(POLICY_LOSSES)
-    yield "`<role>.data_args.template`", ", ".join(TEMPLATES)
+    yield "`<role>.data_args.template`", ", ".join(template_names())
     yield "`architectures` of the model's config.json", ", ".join(architectures())
 
 

@@ -129,8 +129,8 @@ def _with_limit(*args: Any) -> Report:
 
 def try_rows(config: BaseConfig, role: str, items: Sequence[Any], whole: bool) -> Report:
     """Encodes the first items of a role, twice; `whole` if there are no others."""
-    from roll.datasets.templates import NATIVE
     from roll.datasets.tokenizer import encode_data
+    from roll.models.families.chat_template import NATIVE
 
     report, args = Report(), getattr(config, role).data_args
     tokenizer = _tokenizer(config.actor_train.model_args.model_name_or_path)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 from roll.base.schema import known_keys
-from roll.configs.arguments import TEMPLATES
 from roll.configs.devices.sglang_options import OWNED, server_options
 from roll.loading.load import PIPELINES
 from roll.loading.reference import PATH, render
@@ -20,12 +19,6 @@ def test_every_key_has_a_help_text() -> None:
     for cls in PIPELINES.values():
         for key in known_keys(cls):
             assert key.field.metadata["help"], key.path
-
-
-def test_template_names_agree_with_the_registry() -> None:
-    from roll.datasets.templates import BUILT_IN
-
-    assert set(TEMPLATES) == {"native", "none", *BUILT_IN}
 
 
 def test_options_of_the_installed_engine_are_found() -> None:

@@ -7,19 +7,17 @@ from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from examples.tiny_math.prepare import ANSWER, END, make_tokenizer
-from roll.configs import arguments
 from roll.datasets.preferences import Preference, encode_preferences
 from roll.datasets.prompts import Prompt, Question
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import PromptResponse, encode_sft_data
 from roll.datasets.templates import (
-    BUILT_IN,
-    TEMPLATES,
     ConversationEncoder,
     PromptEncoder,
     encode_prompts,
     template_variables,
 )
+from roll.models.families.registry import chat_templates
 
 ASKED = Question(text="1+1=")
 CHAT = Question(messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}))
@@ -35,10 +33,6 @@ def qwen_tokenizer():
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return tokenizer
-
-
-def test_the_configuration_lists_these_templates():
-    assert set(TEMPLATES) == set(arguments.TEMPLATES)
 
 
 def test_native_is_the_tokenizers_own_template_with_the_start_of_a_response(tokenizer):
@@ -187,14 +181,14 @@ CONVERSATION = [
 def with_markers(template: str):
     """The tiny tokenizer with the special tokens of a template; the last of them is the end token."""
     tokenizer = make_tokenizer()
-    if template in BUILT_IN:
-        markers = list(BUILT_IN[template].markers)
+    if template in chat_templates():
+        markers = list(chat_templates()[template].markers)
         tokenizer.add_tokens(markers, special_tokens=True)
         tokenizer.eos_token = markers[-1]
     return tokenizer
 
 
-@pytest.mark.parametrize("template", ["native", *BUILT_IN])
+@pytest.mark.parametrize("template", ["native", *chat_templates()])
 def test_ids_turn_by_turn_equal_those_of_the_whole_conversation(template):
     tokenizer = with_markers(template)
     chat, whole = ConversationEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
@@ -208,7 +202,7 @@ def test_ids_turn_by_turn_equal_those_of_the_whole_conversation(template):
         assert ids[: len(before)] == before
 
 
-@pytest.mark.parametrize("template", ["native", *BUILT_IN])
+@pytest.mark.parametrize("template", ["native", *chat_templates()])
 def test_a_truncated_response_is_closed_by_the_template(template):
     tokenizer = with_markers(template)
     chat = ConversationEncoder(tokenizer, template)

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from roll.base import custom_modules
 from roll.base.errors import ConfigError
-from roll.datasets.templates import BUILT_IN
 from roll.distributed.infer.sglang_checksums import EngineChecksums
 from roll.loading.load import load_config
 from roll.models.families import registry
 from roll.models.families.family import ModelFamily
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.layouts import TRAINED_VOCABULARY_MULTIPLE
+from roll.models.families.registry import chat_templates
 from roll.models.families.shape import known_model_shape
 from roll.models.families.weights import gguf_tensors, model_rules
 from roll.models.tiny import write_tiny_model
@@ -77,7 +77,7 @@ def test_a_rehearsal_has_the_template_of_a_family_and_the_token_that_ends_its_tu
     family: ModelFamily,
 ) -> None:
     assert family.rehearsal.names.search(family.architecture)
-    assert family.rehearsal.end_of_turn in BUILT_IN[family.rehearsal.template].markers
+    assert family.rehearsal.end_of_turn in chat_templates()[family.rehearsal.template].markers
 
 
 @pytest.mark.usefixtures("only_built_in")

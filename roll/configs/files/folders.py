@@ -9,7 +9,7 @@ from pathlib import Path
 from roll.base.errors import Finding, error, missing, obstacle, similar_path, unreachable, warning
 from roll.base.schema import MAX_EXPLAINED
 from roll.base.text import check_known
-from roll.configs.arguments import TEMPLATES, DataArguments
+from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import BaseConfig
 from roll.configs.roles import EngineRoleConfig
 from roll.configs.trackers import METRICS_FILE
@@ -17,6 +17,7 @@ from roll.hub.find import folder_files
 from roll.hub.generated import is_generated
 from roll.hub.names import CONFIG_NAME, HubError, hub_name, local_model, other_reading
 from roll.hub.splits import READABLE, wanted_splits
+from roll.models.families.registry import template_names
 
 LONGEST_NAME = 200
 """Characters of an `exp_name`, which trackers use as the name of a file."""
@@ -36,7 +37,7 @@ def check_files(config: BaseConfig) -> Iterator[Finding]:
     absent = 0
     for role in config.data_roles():
         args = getattr(config, role).data_args
-        yield from check_known(f"{role}.data_args.template", args.template, TEMPLATES)
+        yield from check_known(f"{role}.data_args.template", args.template, template_names())
         for finding in _check_data_files(role, args, explained=MAX_EXPLAINED - absent):
             absent += finding.kind == "missing"
             yield finding

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 from roll.base.errors import Finding, error, missing, warning
 from roll.base.schema import Condition, Source, option
 from roll.base.text import check_known, nearest
-from roll.configs.arguments import TEMPLATES
 from roll.configs.scoring.built_in_rewards import (
     BUILT_IN,
     PENALTIES,
@@ -22,6 +21,7 @@ from roll.configs.scoring.built_in_rewards import (
 )
 from roll.configs.scoring.judge import JudgeOptions, check_judge
 from roll.configs.user_code import names_code
+from roll.models.families.registry import template_names
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import RLVRConfig
@@ -467,7 +467,7 @@ def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig) -> Iterat
             f"{reward.function!r} is not the name of a function; {meant}write module:function{hint}{known}",
         )
     if scoring_role(reward) is not None and reward.template is not None:
-        yield from check_known(f"{path}.template", reward.template, TEMPLATES)
+        yield from check_known(f"{path}.template", reward.template, template_names())
     if built_in not in (None, "reward_model") and reward.correct_score == reward.wrong_score:
         yield error(
             f"{path}.correct_score",

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import RunError
-from roll.datasets.templates import BUILT_IN
 from roll.datasets.tokenizer import load_tokenizer
 from roll.hub.names import CONFIG_NAME, has_tokenizer, local_model
 from roll.models.families.family import ModelFamily
 from roll.models.families.hf_config import read_model_config, rotary_values
-from roll.models.families.registry import families, family_named, family_of
+from roll.models.families.registry import chat_templates, families, family_named, family_of
 from roll.models.tiny import write_tiny_model
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def stand_in_tokenizer(family: ModelFamily, words: Sequence[str] = ()) -> PreTra
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    markers = sorted({marker for template in BUILT_IN.values() for marker in template.markers})
+    markers = sorted({marker for template in chat_templates().values() for marker in template.markers})
     end = family.rehearsal.end_of_turn
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([end, *alphabet])}
@@ -123,7 +122,7 @@ def stand_in_tokenizer(family: ModelFamily, words: Sequence[str] = ()) -> PreTra
         "pad_token": end,
         "eos_token": end,
         "additional_special_tokens": [marker for marker in markers if marker != end],
-        "chat_template": BUILT_IN[family.rehearsal.template].jinja,
+        "chat_template": chat_templates()[family.rehearsal.template].jinja,
         "clean_up_tokenization_spaces": False,
         "model_max_length": POSITIONS,
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll.models.families.chat_template import ChatTemplate
 from roll.models.families.decoder import EMBEDDING, FINAL_NORM, HEAD, ONLY
 from roll.models.families.weights import WeightRule
 
@@ -70,6 +71,7 @@ class ModelFamily:
         layer_prefix: of the Hugging Face names of a layer, with its index.
         megatron: options of Megatron's `TransformerConfig` that other families do not have.
         settings: makes a config.json one with the keys of llama.
+        templates: its chat templates by their names in `data_args.template`.
         only: options that change the computation, and the one supported value of each, which is also the default.
         transformers_class: `module:Class` of the model; empty: transformers has a class of the name `architecture`.
     """
@@ -85,6 +87,7 @@ class ModelFamily:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     only: Mapping[str, Any] = field(default_factory=lambda: ONLY)
+    templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
     gguf: GgufNames | None = None
     sglang: SGLangClasses = SGLangClasses()
     transformers_class: str = ""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import re
 
+from roll.models.families.chat_template import CHATML, ChatTemplate
 from roll.models.families.decoder import LAYER, QKV_BIAS
 from roll.models.families.family import GgufNames, ModelFamily, RehearsalModel, SGLangClasses
+
+SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+"""Begins every conversation that has no message of the system."""
+
+TEMPLATE = ChatTemplate("{% if messages[0].role != 'system' %}" + SYSTEM + "{% endif %}" + CHATML.jinja, CHATML.markers)
 
 FAMILY = ModelFamily(
     name="qwen2",
@@ -13,6 +19,7 @@ FAMILY = ModelFamily(
     layer=(*LAYER, QKV_BIAS),
     megatron={"add_qkv_bias": True},
     rehearsal=RehearsalModel(re.compile("qwen|qwq", re.I), template="qwen2_5", tokenizer="Qwen2Tokenizer"),
+    templates={"qwen2_5": TEMPLATE},
     gguf=GgufNames("qwen2"),
     sglang=SGLangClasses(
         decoder="sglang.srt.models.qwen2:Qwen2Model",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roll.base.custom_modules import load_custom_modules
 from roll.models.families import llama, qwen2, qwen3
+from roll.models.families.chat_template import CHATML, NATIVE, NONE, ChatTemplate
 from roll.models.families.family import ModelFamily
 
 _families = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3)}
@@ -46,3 +47,16 @@ def family_of(architecture: str) -> ModelFamily:
 def family_named(name: str) -> ModelFamily:
     """The family of this name, such as llama."""
     return {family.name: family for family in families()}[name]
+
+
+def chat_templates() -> dict[str, ChatTemplate]:
+    """All built-in chat templates by name."""
+    named = {"chatml": CHATML}
+    for family in families():
+        named |= family.templates
+    return named
+
+
+def template_names() -> tuple[str, ...]:
+    """Values of `data_args.template`: `native` is the tokenizer's own, `none` leaves a text unchanged."""
+    return NATIVE, NONE, *chat_templates()

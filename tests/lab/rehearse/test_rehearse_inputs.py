@@ -16,14 +16,14 @@ from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data
-from roll.datasets.templates import TEMPLATES, ConversationEncoder
+from roll.datasets.templates import ConversationEncoder
 from roll.datasets.tokenizer import load_tokenizer
 from roll.lab.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, write_data
 from roll.lab.rehearse.inputs import longest_messages, make_inputs
 from roll.lab.rehearse.model import find_tokenizer, recipe_model, stand_in_tokenizer, write_model
 from roll.lab.rehearse.shrink import shrink
 from roll.loading.load import build_config
-from roll.models.families.registry import family_named
+from roll.models.families.registry import family_named, template_names
 from roll.models.families.shape import read_model_shape
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_process import load_reward_function
@@ -65,7 +65,7 @@ def test_a_stand_in_tokenizer_works_with_every_template_after_saving(family: str
     shape = read_model_shape(folder)
     assert shape is not None and shape.vocabulary == len(made) and shape.architecture == source.family.architecture
     tokenizer = load_tokenizer(str(folder))
-    for template in TEMPLATES:
+    for template in template_names():
         if template != "none":
             ids = ConversationEncoder(tokenizer, template).start([{"role": "user", "content": "3 + 4 = ? ü"}])
             assert "3 + 4 = ? ü" in tokenizer.decode(ids)
