@@ -169,7 +169,7 @@ async def compare(file: Path) -> dict[int, dict[str, Any]]:
         configs[tokens] = config
     first = configs[86]
     start_ray(first, "cpu", 1)
-    engine = InferWorker(WorkerRank.single("actor_infer"), first.actor_infer, first)
+    engine = InferWorker(WorkerRank("actor_infer"), first.actor_infer, first)
     try:
         await engine.initialize()
         return {tokens: await compare_modes(each, engine) for tokens, each in configs.items()}

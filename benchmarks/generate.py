@@ -81,7 +81,7 @@ async def _run_engine(commands: Connection, attention: str, folder: str) -> None
     if attention == "stock":
         worker.strategy_args.strategy_config = STOCK
         worker.system_envs |= {"SGLANG_FORCE_STREAM_INTERVAL": "50"}
-    engine = InferWorker(WorkerRank.single("actor_infer"), worker, pipeline)
+    engine = InferWorker(WorkerRank("actor_infer"), worker, pipeline)
     await engine.initialize()
     try:
         await tokens_per_second(engine, [NEW_TOKENS] * 16)

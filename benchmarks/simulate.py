@@ -10,6 +10,7 @@ tolerance, that difference is the limit.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -63,14 +64,17 @@ def measure_round(config: Path) -> dict[str, dict[int, float]]:
 def predicted_step_seconds(config: Path, ratio: float) -> float:
     """Step time of the configured split in the simulation."""
     from roll.configs.pipeline import RLConfig
-    from roll.lab.simulate.command import SimulateOptions, build_cost_model
+    from roll.lab.simulate.command import add_options, build_cost_model
     from roll.lab.simulate.search import predict
     from roll.loading.load import load_config
     from roll.plan.hardware import this_machine
 
     loaded = load_config(config, [f"async_generation_ratio={ratio}"])
     assert isinstance(loaded, RLConfig)
-    options = SimulateOptions(from_run=config.parent / "calibration-0", overlap_run=config.parent / "calibration-1")
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    runs = ("--from", str(config.parent / "calibration-0"), "--overlap", str(config.parent / "calibration-1"))
+    options = parser.parse_args(runs)
     model, _ = build_cost_model(loaded, options, this_machine())
     return predict(model).configured.outcome.step_seconds
 

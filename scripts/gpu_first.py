@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def configuration(
 @contextmanager
 def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
     """The only rank of actor_train, in this process; its memory is free again after the block."""
-    rank = replace(WorkerRank.single("actor_train", config.platform), master_port=hold_port())
+    rank = WorkerRank("actor_train", platform=config.platform, master_port=hold_port())
     os.environ.update(rank.environment())
     worker = TrainWorker(rank, config.actor_train, config)
     try:
@@ -234,7 +233,7 @@ def check_sharing(table: GpuTable, rank: TrainWorker, config: RLVRConfig) -> Non
         rank.create_shm([max(bucket.bytes for bucket in buckets[0])])
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=receive, args=(theirs, rank.weights.folder), daemon=True)
+    child = context.Process(target=receive, args=(theirs, rank.train_strategy.weights.folder), daemon=True)
     child.start()
     theirs.close()
     sent: dict[str, str] = {}
@@ -313,7 +312,7 @@ def check_checksum(table: GpuTable, rank: TrainWorker) -> None:
     except ImportError:
         table.add(f"{name}: needs sglang", "not checked")
         return
-    weights = [tensor for _, tensor in rank.weights.full_tensors()]
+    weights = [tensor for _, tensor in rank.train_strategy.weights.full_tensors()]
     table.add(name, sum(f"{gpu_tensor_hash(each):016x}" != cuda_checksum(each) for each in weights), "", 0)
 
 
@@ -360,7 +359,7 @@ def check_offloaded_optimizer(table: GpuTable, config: RLVRConfig, folder: Path,
 
 
 def weights_of(rank: TrainWorker) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in rank.weights.full_tensors()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in rank.train_strategy.weights.full_tensors()}
 
 
 def measure(table: GpuTable, platform: Platform, big: bool, folder: Path) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
-from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
-from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, SFTConfig
+from roll.configs.run_options import DataOptions
 from roll.datasets.preferences import encode_preferences
 from roll.datasets.sft import encode_sft_data
 from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables
 from roll.hub.names import local_model
+
+PAIRS = ("dpo", "reward_model")
+"""Pipelines that learn from pairs of responses."""
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
@@ -58,40 +60,41 @@ def _ends_of_model(folder: str) -> tuple[int, ...]:
 
 
 def encode_data(
-    config: BaseConfig, args: DataArguments, data: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+    options: DataOptions, args: DataArguments, data: Sequence[Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Any], int]:
     """Encodes the data of a role as its pipeline learns them; returns those that fit and the number of longer ones.
 
     Raises:
         DatasetError: none fits, or the chat template cannot be applied.
     """
-    variables = template_variables(args.template_kwargs, config.template_time)
-    lengths = (config.prompt_length, config.sequence_length or 0)
-    if isinstance(config, SFTConfig):
+    variables = template_variables(args.template_kwargs, options.template_time)
+    lengths = (options.prompt_length, options.sequence_length or 0)
+    if options.pipeline == "sft":
         return encode_sft_data(data, tokenizer, args.template, *lengths, args.mask_history, variables)
-    if isinstance(config, PreferenceConfig):
-        appended = 1 if isinstance(config, RewardModelConfig) else 0  # padding, where the value of a sequence is read
+    if options.pipeline in PAIRS:
+        appended = int(options.pipeline == "reward_model")  # padding, where the value of a sequence is read
         return encode_preferences(data, tokenizer, args.template, *lengths, appended, variables)
-    return encode_prompts(data, tokenizer, args.template, config.prompt_length, variables)
+    return encode_prompts(data, tokenizer, args.template, options.prompt_length, variables)
 
 
-def token_lengths(config: BaseConfig, encoded: Sequence[Any]) -> list[tuple[int, int]]:
+def token_lengths(options: DataOptions, encoded: Sequence[Any]) -> list[tuple[int, int]]:
     """Tokens of the prompt of each example, and of both prompt and (longer) response where responses are learned."""
-    if isinstance(config, SFTConfig):
+    if options.pipeline == "sft":
         return [(len(one.prompt_ids), len(one.prompt_ids) + len(one.response_ids)) for one in encoded]
-    if isinstance(config, PreferenceConfig):
-        return [(len(one.chosen.prompt_ids), one.tokens + isinstance(config, RewardModelConfig)) for one in encoded]
+    if options.pipeline in PAIRS:
+        return [(len(one.chosen.prompt_ids), one.tokens + (options.pipeline == "reward_model")) for one in encoded]
     return [(len(one.ids), len(one.ids)) for one in encoded]
 
 
-def conversation_encoder(config: AgenticConfig, tokenizer: PreTrainedTokenizerBase) -> ConversationEncoder:
+def conversation_encoder(
+    options: DataOptions, args: DataArguments, tokenizer: PreTrainedTokenizerBase
+) -> ConversationEncoder:
     """Converts the messages of training and validation.
 
     Raises:
         DatasetError: the chat template does not let turns be added one by one.
     """
-    args = config.actor_train.data_args
-    variables = template_variables(args.template_kwargs, config.template_time)
+    variables = template_variables(args.template_kwargs, options.template_time)
     chat = ConversationEncoder(tokenizer, args.template, variables)
     chat.follow(tokenizer.eos_token_id, [{"role": "user", "content": "next"}])
     return chat

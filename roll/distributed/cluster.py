@@ -42,8 +42,8 @@ from roll.distributed.worker import Worker, WorkerRank, process_name, registered
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
     from roll.configs.roles import RoleConfig
+    from roll.configs.run_options import WorkerOptions
     from roll.distributed.resources import ResourceManager
 
 CONCURRENT_CALLS = 1000
@@ -74,7 +74,7 @@ class Cluster(ClusterClient[WorkerT]):
         role: str,
         worker_cls: type[WorkerT],
         config: RoleConfig,
-        pipeline_config: BaseConfig,
+        pipeline_config: WorkerOptions,
         resources: ResourceManager,
         layout: ParallelLayout,
     ) -> None:
@@ -316,7 +316,7 @@ class Cluster(ClusterClient[WorkerT]):
         end(children)
 
 
-def _deadlines(worker_cls: type[Worker], config: BaseConfig) -> dict[str, float]:
+def _deadlines(worker_cls: type[Worker], config: WorkerOptions) -> dict[str, float]:
     keys = {name: key for name, key in registered_methods(worker_cls).items() if hasattr(config, key)}
     return {name: float(getattr(config, key)) for name, key in keys.items()}
 

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.base.errors import RunError
-from roll.configs.pipeline import BaseConfig
+from roll.configs.run_options import ProcessOptions
 from roll.distributed.processes import process_environment
 from roll.distributed.resources import Node, ResourceManager
 from roll.hub.find import fetch_model
@@ -25,7 +25,7 @@ PROGRESS_INTERVAL_S = 15.0
 """Interval between log lines about nodes that are still fetching."""
 
 
-async def fetch_on_nodes(models: Iterable[str], config: BaseConfig, resources: ResourceManager) -> None:
+async def fetch_on_nodes(models: Iterable[str], config: ProcessOptions, resources: ResourceManager) -> None:
     """Fetches models to the cache of every other node of the run, one process per node, all nodes at once.
 
     Raises:
@@ -39,7 +39,7 @@ async def fetch_on_nodes(models: Iterable[str], config: BaseConfig, resources: R
     await asyncio.gather(*(_fetch_on(node, names, config) for node in others))
 
 
-async def _fetch_on(node: Node, names: list[str], config: BaseConfig) -> None:
+async def _fetch_on(node: Node, names: list[str], config: ProcessOptions) -> None:
     task: Any = ray.remote(_fetch)
     call = task.options(
         num_cpus=0,

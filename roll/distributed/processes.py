@@ -25,7 +25,7 @@ import psutil
 from roll.base.custom_modules import CUSTOM_MODULES
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.run_options import ProcessOptions
 
 END_TIMEOUT_S = 5.0
 """A killed process is gone within milliseconds; an engine's children notice within seconds."""
@@ -35,7 +35,7 @@ END_POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
-def process_environment(config: BaseConfig, threads: int) -> dict[str, str]:
+def process_environment(config: ProcessOptions, threads: int) -> dict[str, str]:
     """Environment variables of every process of a run that computes with `threads` threads."""
     return {**thread_environment(threads), **config.system_envs}
 
@@ -58,7 +58,7 @@ def import_path() -> str:
     return os.pathsep.join(sorted((path or os.getcwd() for path in sys.path), key=lambda path: path not in standard))
 
 
-def log_file(config: BaseConfig, name: str) -> str:
+def log_file(config: ProcessOptions, name: str) -> str:
     """Path of the log of the process called `name`."""
     folder = Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
     return str(folder / f"{name}.log")

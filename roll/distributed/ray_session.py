@@ -29,7 +29,7 @@ from roll.distributed.processes import ProcessGroup, has_ended, import_path
 from roll.platforms.platform import LOOPBACK
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.run_options import ProcessOptions
 
 CPU_SLOT = "cpu_slot"
 """Ray resource that is one device on platform cpu; a node joined by hand declares it with `ray start --resources`."""
@@ -116,7 +116,7 @@ class DriverPath(JobConfig):
         return True  # Ray then adds neither the current folder nor that of the driver's script
 
 
-def start_ray(config: BaseConfig, platform_name: str, num_devices: int) -> None:
+def start_ray(config: ProcessOptions, platform_name: str, num_devices: int) -> None:
     """Starts Ray on this machine, or joins the one that RAY_ADDRESS names.
 
     Args:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from roll.configs.devices.parallel_layout import RankCoordinates
+from roll.platforms.platform import LOOPBACK
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
     from roll.configs.roles import RoleConfig
+    from roll.configs.run_options import WorkerOptions
 
 MethodT = TypeVar("MethodT", bound=Callable[..., object])
 OwnerT = TypeVar("OwnerT", bound="Worker")
@@ -18,6 +19,8 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 Deadline = Literal["rpc_timeout_s", "start_timeout_s", "sync_timeout_s"]
 """Key of the pipeline's configuration that bounds a remote call."""
+SYNC: Deadline = "sync_timeout_s"
+
 _MARK = "_roll_deadline"
 
 
@@ -36,13 +39,13 @@ def register(deadline: Deadline = "rpc_timeout_s") -> Callable[[MethodT], Method
 
 
 class StrategyMethod(Generic[OwnerT, P, ResultT]):
-    """A remote method of a worker that is a method of its strategy, with the same arguments, result and errors.
+    """A remote method of a worker that is a method of one of its parts, with the same arguments, result and errors.
 
     train_step = StrategyMethod(lambda worker: worker.train_strategy.train_step)
     """
 
     def __init__(self, find: Callable[[OwnerT], Callable[P, ResultT]], deadline: Deadline = "rpc_timeout_s") -> None:
-        """`find` gives the method of a worker's strategy; for `deadline` see `register`."""
+        """`find` gives the method of a worker's part, such as its strategy; for `deadline` see `register`."""
         self._find = find
         register(deadline)(self)
 
@@ -70,7 +73,7 @@ def registered_methods(worker_cls: type) -> dict[str, Deadline]:
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """What one worker knows about itself.
+    """What one worker knows about itself; by default the only one of its role, in this process, on the cores it has.
 
     Attributes:
         role: name of the cluster, such as `actor_train`.
@@ -93,40 +96,21 @@ class WorkerRank:
     """
 
     role: str
-    rank: int
-    world_size: int
-    coordinates: RankCoordinates
-    device: int
-    devices: tuple[int, ...]
-    node: int
-    address: str
-    master_address: str
-    master_port: int
-    cores: tuple[int, ...]
-    threads: int
-    platform: str
+    rank: int = 0
+    world_size: int = 1
+    coordinates: RankCoordinates = RankCoordinates(0, 0, 0)
+    device: int = 0
+    devices: tuple[int, ...] = (0,)
+    node: int = 0
+    address: str = LOOPBACK
+    master_address: str = LOOPBACK
+    master_port: int = 0
+    cores: tuple[int, ...] = ()
+    threads: int = 0
+    platform: str = "cpu"
     nnodes: int = 1
     node_rank: int = 0
     further_nodes: tuple[tuple[int, Any], ...] = ()
-
-    @classmethod
-    def single(cls, role: str, platform: str = "cpu") -> WorkerRank:
-        """The only worker of a role, run in the current process without Ray and left on the cores it has."""
-        return cls(
-            role=role,
-            rank=0,
-            world_size=1,
-            coordinates=RankCoordinates(tensor=0, data=0, pipeline=0),
-            device=0,
-            devices=(0,),
-            node=0,
-            address="127.0.0.1",
-            master_address="127.0.0.1",
-            master_port=0,
-            cores=(),
-            threads=0,
-            platform=platform,
-        )
 
     @property
     def name(self) -> str:
@@ -168,7 +152,7 @@ class Worker:
     spans_tensor_parallel = False
     further_node_cls: type[Worker] | None = None
 
-    def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: BaseConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: RoleConfig, pipeline_config: WorkerOptions) -> None:
         """Starts no engine: `initialize` does, so that all ranks can start at once."""
         self.rank = rank
         self.config = config
@@ -178,11 +162,6 @@ class Worker:
     def initialize(self) -> Awaitable[None] | None:
         """Starts the worker's engine; a coroutine where the class is concurrent."""
         return None
-
-    @register()
-    def describe(self) -> WorkerRank:
-        """What this rank knows about itself."""
-        return self.rank
 
     def close(self) -> None:
         """Ends what the worker started; called once, before its process is killed."""

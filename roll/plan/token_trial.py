@@ -115,7 +115,7 @@ def try_tokenizers(config: BaseConfig) -> Report:
             sampling_params(config.actor_infer.generating_args, "actor_infer.generating_args", _tokenizer(policy))
             sampling_params(config.validation.generating_args, "validation.generating_args", _tokenizer(policy))
         if isinstance(config, AgenticConfig):
-            conversation_encoder(config, _tokenizer(policy))
+            conversation_encoder(config, config.actor_train.data_args, _tokenizer(policy))
     except RunError as error:
         report.error("", str(error))
     return report

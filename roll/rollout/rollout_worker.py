@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from roll.base.errors import RunError
-from roll.configs.pipeline import RLConfig
 from roll.datasets.batch import Batch
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import rollout_metrics, validation_metrics
@@ -45,8 +44,9 @@ class RolloutWorker(ABC):
     unit: ClassVar[str] = "prompt"
     spares: ClassVar[str] = ""
 
-    def __init__(self, config: RLConfig) -> None:
-        self._config = config
+    def __init__(self, samples_multiple: int, staleness_threshold: int) -> None:
+        """A batch is filled up to `samples_multiple`; samples older than `staleness_threshold` versions are counted."""
+        self._samples_multiple, self._staleness_threshold = samples_multiple, staleness_threshold
 
     @abstractmethod
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
@@ -95,11 +95,11 @@ class RolloutWorker(ABC):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The tensors that the learner takes; masked rows fill it up to whole optimizer steps."""
-        return batch_of_groups(groups, multiple=self._config.samples_multiple)
+        return batch_of_groups(groups, multiple=self._samples_multiple)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """`rollout/...` and `staleness/...` of a batch that the weights of `version` learn from."""
-        return rollout_metrics(groups, version, self._config.async_training.staleness_threshold)
+        return rollout_metrics(groups, version, self._staleness_threshold)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from roll.base.errors import RunError
-from roll.configs.pipeline import RLConfig
+from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.filters import StarvationLimit
 from roll.rollout.ledger import EXPIRED
@@ -32,58 +32,18 @@ ENGINES = "engines"
 """Name of the timer of the engines: generation for training and for validation, counted once where both run."""
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """Options of a rollouter that are not bounds of admission.
-
-    Attributes:
-        background: generate ahead of demand.
-        batched_submit: generate the prompts admitted at one moment in one call, so that runs are deterministic.
-        samples_per_group: for counts in samples.
-        failure_rate: share of the prompts of a batch that may fail.
-        resample_factor: groups that may be filtered for one batch, in batches.
-        report_s: a batch that takes longer is logged, each time this passes.
-        deadline_s: a batch that takes longer ends the run.
-        interval_s: minimum time between submissions.
-    """
-
-    background: bool
-    batched_submit: bool
-    samples_per_group: int
-    failure_rate: float
-    resample_factor: float
-    report_s: float
-    deadline_s: float
-    interval_s: float
-
-
-def admission_settings(config: RLConfig) -> AdmissionSettings:
-    """Bounds of the run in groups; loading has checked that they fit together."""
-    asynchronous, groups = config.async_training, config.groups_per_batch
-    queue = asynchronous.max_queue_size
+def admission_settings(options: RolloutOptions, steps: int) -> AdmissionSettings:
+    """Bounds of a run of `steps` batches in groups; loading has checked that they fit together."""
+    bounds, groups = options.async_training, options.groups_per_batch
+    queue = bounds.max_queue_size
     return AdmissionSettings(
         batch_size=groups,
-        ratio=config.async_generation_ratio,
-        max_staleness=asynchronous.max_staleness_allowed,
-        max_queue=None if queue is None else queue // config.num_return_sequences_in_group,
-        min_batches=asynchronous.min_batch_count,
-        total=config.max_steps * groups,
-        max_age_s=asynchronous.max_sample_age_s if config.async_generation_ratio > 0 else None,
-    )
-
-
-def rollout_options(config: RLConfig) -> RolloutOptions:
-    """The options of a run."""
-    asynchronous, background = config.async_training, config.runs_in_background
-    return RolloutOptions(
-        background=background,
-        batched_submit=config.deterministic or not background,
-        samples_per_group=config.num_return_sequences_in_group,
-        failure_rate=config.max_failure_rate,
-        resample_factor=config.max_resample_factor,
-        report_s=asynchronous.batch_timeout_s,
-        deadline_s=asynchronous.batch_deadline_s,
-        interval_s=asynchronous.batch_generation_interval_s,
+        ratio=options.async_generation_ratio,
+        max_staleness=bounds.max_staleness_allowed,
+        max_queue=None if queue is None else queue // options.num_return_sequences_in_group,
+        min_batches=bounds.min_batch_count,
+        total=steps * groups,
+        max_age_s=bounds.max_sample_age_s if options.async_generation_ratio > 0 else None,
     )
 
 
@@ -103,13 +63,15 @@ class Rollouter:
     ) -> None:
         """Generates nothing before the first `advance`; groups are aged by `wall_clock`, which outlives a restart."""
         self.admission: Admission[Group] = Admission(settings)
-        self._worker, self._options, self._clock, self._wall_clock = worker, options, clock, wall_clock
+        self._worker, self._clock, self._wall_clock = worker, clock, wall_clock
+        self._options, self._waits = options, options.async_training
+        self._submits_batches = options.deterministic or not options.runs_in_background
         self._changed = asyncio.Condition()
         self._started = self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._timers = {name: BusyTimer(clock()) for name in (*worker.work, ENGINES)}
-        self._starvation = StarvationLimit(settings.batch_size, options.resample_factor)
+        self._starvation = StarvationLimit(settings.batch_size, options.max_resample_factor)
         self._failed = self._completed = 0
         self._last_failure: str | None = None
         self._in_flight: dict[int, Group] = {}
@@ -125,16 +87,16 @@ class Rollouter:
             self._started = True
             for timer in self._timers.values():
                 timer.interval(self._clock())
-            if self._options.background:
+            if self._options.runs_in_background:
                 self._start(self._submit_in_background)
 
     async def next_batch(self) -> SampleBatch | None:
         """The next batch, earliest deadline first; None once `stop` was called, also to a call that is waiting.
 
         Raises:
-            RunError: too many groups failed, a filter starves the batch, or it was not ready within `deadline_s`.
+            RunError: too many groups failed, a filter starves the batch, or it was not ready within `batch_deadline_s`.
         """
-        if not self._options.background and not self.admission.ready():
+        if not self._options.runs_in_background and not self.admission.ready():
             self._start(self._fill_batch)
         version = self.admission.learning_version
         await self._wait_until_ready()
@@ -156,7 +118,7 @@ class Rollouter:
         metrics["throughput/rollout_idle"] = intervals[ENGINES].idle_share
         metrics |= {"time/sample_age_mean": statistics.fmean(ages), "time/sample_age_max": max(ages)}
         ledger = self.admission.ledger
-        metrics |= ledger.metrics() | ledger.sample_metrics(self._options.samples_per_group)
+        metrics |= ledger.metrics() | ledger.sample_metrics(self._options.num_return_sequences_in_group)
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
     async def next_batch_and_state(self) -> tuple[SampleBatch | None, bytes]:
@@ -177,14 +139,14 @@ class Rollouter:
             await self._generate(groups)
 
     async def _submit_in_background(self) -> None:
-        last = -self._options.interval_s
+        last = -self._waits.batch_generation_interval_s
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._to_regenerate or self.admission.admissible())
-            await asyncio.sleep(max(0.0, last + self._options.interval_s - self._clock()))
+            await asyncio.sleep(max(0.0, last + self._waits.batch_generation_interval_s - self._clock()))
             last = self._clock()
             groups = self._draw(min(self.admission.admissible(), self.admission.settings.batch_size))
-            for share in [groups] if self._options.batched_submit else [[group] for group in groups]:
+            for share in [groups] if self._submits_batches else [[group] for group in groups]:
                 self._start(self._generate, share)
 
     def _draw(self, count: int) -> list[Group]:
@@ -225,7 +187,7 @@ class Rollouter:
 
     def _allowed_failures(self) -> float:
         """Failures allowed since the last batch; a rate above 0 always allows one."""
-        share = self._options.failure_rate * self._failure_base()
+        share = self._options.max_failure_rate * self._failure_base()
         return max(share, 1.0) if share else 0.0
 
     def _failure_base(self) -> int:
@@ -234,17 +196,18 @@ class Rollouter:
     def _failure_message(self) -> str:
         return (
             f"{self._failed} {self._worker.unit}s failed since the last batch, more than max_failure_rate "
-            f"{self._options.failure_rate:g} allows of {self._failure_base()}; dropped so far: "
+            f"{self._options.max_failure_rate:g} allows of {self._failure_base()}; dropped so far: "
             f"{dict(self.admission.ledger.dropped)}; last cause: {self._last_failure or 'see the engine log'}; "
             f"fix it, or raise max_failure_rate{self._worker.spares}"
         )
 
     async def _wait_until_ready(self) -> None:
-        until = self._clock() + self._options.deadline_s
+        limit_s = self._waits.batch_deadline_s
+        until = self._clock() + limit_s
         while not (self._error or self._stopped or await self._is_ready()):
-            wait = min(self._options.report_s, until - self._clock())
+            wait = min(self._waits.batch_timeout_s, until - self._clock())
             if wait <= 0:
-                raise RunError(f"no batch within {self._options.deadline_s:g} s (batch_deadline_s): {self._state()}")
+                raise RunError(f"no batch within {limit_s:g} s (batch_deadline_s): {self._state()}")
             try:
                 async with asyncio.timeout(wait), self._changed:
                     await self._changed.wait_for(self._may_go_on)

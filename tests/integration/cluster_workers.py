@@ -12,7 +12,7 @@ from typing import Any
 
 from roll.base.errors import RunError
 from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError
-from roll.distributed.worker import Worker, register
+from roll.distributed.worker import Worker, WorkerRank, register
 
 
 class Echo(Worker):
@@ -21,6 +21,10 @@ class Echo(Worker):
     @register()
     def same(self, value: Any, extra: int = 0) -> tuple[int, Any, int]:
         return self.rank.rank, value, extra
+
+    @register()
+    def describe(self) -> WorkerRank:
+        return self.rank
 
     @register()
     def shard(self, data: list[int]) -> tuple[int, list[int]]:

@@ -38,7 +38,7 @@ class EngineHost:
     def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, options.pop("dtype", "fp32")
-        rank = replace(WorkerRank.single("actor_infer"), cores=options.pop("cores", ()))
+        rank = replace(WorkerRank("actor_infer"), cores=options.pop("cores", ()))
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(
             output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30
@@ -54,7 +54,7 @@ class EngineHost:
         print_to(log_file(self.worker.pipeline_config, self.worker.rank.process_name))
 
     async def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
-        version = self.worker.version
+        version = self.worker.receiver.version
         engine, running = self.worker.engine, self.worker.config.max_running_requests
         generation = Generation(
             engine, timeout_s, deterministic=False, running=running, newer=None, ahead=0, version=lambda: version

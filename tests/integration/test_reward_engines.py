@@ -40,7 +40,7 @@ class ScoreHost:
         role.model_args.model_name_or_path, role.model_args.dtype, role.max_running_requests = folder, "fp32", 8
         role.strategy_args.strategy_config = options
         role.num_gpus_per_worker = tensor_parallel
-        self.worker = ScoreWorker(WorkerRank.single("reward"), role, config)
+        self.worker = ScoreWorker(WorkerRank("reward"), role, config)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         answer = getattr(self.worker, method)(*arguments)

@@ -14,7 +14,7 @@ from roll.distributed.calls.remote_call import ALL
 from roll.distributed.cluster import Cluster
 from roll.distributed.train import weight_sender as sender
 from roll.distributed.train.train_worker import TrainWorker
-from roll.distributed.train.weight_sender import SendError
+from roll.distributed.train.weight_sender import SendError, WeightSender
 from roll.distributed.weights.plan import Bucket, WeightSpec, spec_bytes
 from roll.distributed.weights.report import UpdateReport
 from roll.distributed.weights.shared_memory import SharedMemoryTransport
@@ -70,28 +70,16 @@ class FaultyWeights:
                 yield name, value
 
 
-class FaultyWorker(TrainWorker):
-    """A real training rank that changes its weights without training and damages weight updates on request."""
+class FaultySender(WeightSender):
+    """Damages weight updates on request."""
 
     fault: Fault | None = None
 
-    @register()
-    def scale_weights(self, factor: float) -> None:
-        """Multiplies every parameter of this rank; tied embeddings stay equal on all stages."""
-        with torch.no_grad():
-            for parameter in self.train_strategy._state_tensors("parameters"):
-                parameter.mul_(factor)
-
-    @register()
     def set_fault(self, fault: Fault | None) -> None:
-        """Damages the following weight updates; None ends that."""
-        self.fault = fault
-        weights = self.train_strategy.weights
-        self._model_weights = weights if fault is None else FaultyWeights(weights, fault)
+        weights = self.weights._weights if isinstance(self.weights, FaultyWeights) else self.weights
+        self.fault, self.weights = fault, weights if fault is None else FaultyWeights(weights, fault)
 
-    @register()
     def gather_as_on_a_gpu(self) -> None:
-        """From now on every rank that exports handles gathers whole tensors; a handle is that of a copy on the CPU."""
         self._shm = None
         self._copies: list[SharedMemory] = []
         sender.cuda_ipc_handle = self._handle_of_a_copy
@@ -106,19 +94,44 @@ class FaultyWorker(TrainWorker):
 
     def _broadcast(self, named: list[tuple[str, torch.Tensor]]) -> tuple[dist.Work | None, torch.Tensor]:
         named = [(name, tensor.clone()) for name, tensor in named]
-        for name, tensor in named:
-            if self.fault == Fault("corrupt", name):
-                tensor.view(-1)[0] += 1
+        self._corrupt(named)
         return super()._broadcast(named)
 
-    @register(deadline="sync_timeout_s")
     def checksum_bucket(self, stages: list[list[Bucket]], index: int, checksum_ranks: int) -> dict[str, str] | None:
         checksums = super().checksum_bucket(stages, index, checksum_ranks)
         if self.is_source and index < len(stages[self.stage]):
-            for name, tensor in self.filled_tensors(index, stages[self.stage][index]):
-                if self.fault == Fault("corrupt", name):
-                    tensor.view(-1)[0] += 1
+            self._corrupt(self.filled_tensors(index, stages[self.stage][index]))
         return checksums
+
+    def _corrupt(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            if self.fault == Fault("corrupt", name):
+                tensor.view(-1)[0] += 1
+
+
+class FaultyWorker(TrainWorker):
+    """A real training rank that changes its weights without training and damages weight updates on request."""
+
+    def initialize(self) -> None:
+        super().initialize()
+        self._sender = FaultySender(self.rank, self.train_strategy, self.pipeline_config.sync_timeout_s)
+
+    @register()
+    def scale_weights(self, factor: float) -> None:
+        """Multiplies every parameter of this rank; tied embeddings stay equal on all stages."""
+        with torch.no_grad():
+            for parameter in self.train_strategy._state_tensors("parameters"):
+                parameter.mul_(factor)
+
+    @register()
+    def set_fault(self, fault: Fault | None) -> None:
+        """Damages the following weight updates; None ends that."""
+        self.sender.set_fault(fault)
+
+    @register()
+    def gather_as_on_a_gpu(self) -> None:
+        """From now on every rank that exports handles gathers whole tensors; a handle is that of a copy on the CPU."""
+        self.sender.gather_as_on_a_gpu()
 
 
 class OwnRankTransport(SharedMemoryTransport):

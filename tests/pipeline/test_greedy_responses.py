@@ -12,7 +12,9 @@ import torch
 
 from roll.algorithms.advantages import GREEDY_KEYS, AdvantageSettings, compute_advantages, read_greedy
 from roll.base.errors import RunError
+from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.pipeline import RLVRConfig
+from roll.configs.run_options import RolloutOptions
 from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig
 from roll.pipeline.kinds.rlvr import RLVRWorker
 from roll.pipeline.kinds.scorer import Scorer
@@ -20,7 +22,7 @@ from roll.rollout.admission import AdmissionSettings
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.rollouter import Rollouter, RolloutOptions
+from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group, SamplingParams
@@ -99,7 +101,7 @@ def test_its_score_is_the_baseline_and_it_is_no_sample():
 
 def test_padding_rows_have_no_baseline_and_a_batch_without_greedy_responses_has_none():
     made = worker(1)
-    made._config.actor_train.training_args.gradient_accumulation_steps = 4
+    made._samples_multiple = 4
     batch = made.batch(generated(made)).batch
     assert sorted(batch["greedy_scores"].tolist()) == [0.0, 4.0, 4.0, 4.0]
     plain = worker(2, estimator="grpo")
@@ -198,16 +200,8 @@ def test_a_checkpoint_of_another_estimator_is_refused():
 
 
 def rollouter(made: RLVRWorker, ratio: float, failure_rate: float = 1.0) -> Rollouter:
-    options = RolloutOptions(
-        background=True,
-        batched_submit=False,
-        samples_per_group=2,
-        failure_rate=failure_rate,
-        resample_factor=10.0,
-        report_s=1.0,
-        deadline_s=10.0,
-        interval_s=0.0,
-    )
+    waits = AsyncTrainingConfig(rollouter="actor", batch_deadline_s=10.0)
+    options = RolloutOptions(num_return_sequences_in_group=2, max_failure_rate=failure_rate, async_training=waits)
     return Rollouter(made, AdmissionSettings(batch_size=BATCH, ratio=ratio, total=RUN_STEPS * BATCH), options)
 
 

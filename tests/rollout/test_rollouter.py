@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.base.errors import RunError
-from roll.configs.pipeline import RLVRConfig
+from roll.configs.asynchronous import AsyncTrainingConfig
+from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import AdmissionSettings
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
-from roll.rollout.rollouter import Rollouter, RolloutOptions
+from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateResult, Group, Trajectory
@@ -35,7 +35,7 @@ class Scripted(RolloutWorker):
     work = ("generate", "reward")
 
     def __init__(self, turns: list[int], failing: Collection[int] = (), filtered: Collection[int] = ()) -> None:
-        super().__init__(RLVRConfig())
+        super().__init__(samples_multiple=1, staleness_threshold=3)
         self.turns, self.failing, self.filtered = turns, failing, filtered
         self.drawn = self.version = 0
         self.closed = self.validating = False
@@ -85,21 +85,22 @@ def prompts_of(batch: SampleBatch) -> list[int]:
     return [ids[1] - 1 for ids in batch.data.batch["input_ids"].tolist()][::2]
 
 
-OPTIONS = RolloutOptions(
-    background=True,
-    batched_submit=False,
-    samples_per_group=2,
-    failure_rate=1.0,
-    resample_factor=2.0,
-    report_s=0.05,
-    deadline_s=5.0,
-    interval_s=0.0,
-)
+def options(background: bool = True, rate: float = 1.0, deterministic: bool = False, **waits: float) -> RolloutOptions:
+    """Options for groups of two samples; `waits` are keys of `async_training`."""
+    kind = "actor" if background else "inline"
+    waits = {"batch_timeout_s": 0.05, "batch_deadline_s": 5.0, **waits}
+    return RolloutOptions(
+        num_return_sequences_in_group=2,
+        max_failure_rate=rate,
+        max_resample_factor=2.0,
+        deterministic=deterministic,
+        async_training=AsyncTrainingConfig(rollouter=kind, **waits),
+    )
 
 
-def rollouter(worker: Scripted, ratio: float, steps: int, **options: Any) -> Rollouter:
+def rollouter(worker: Scripted, ratio: float, steps: int, **changed: Any) -> Rollouter:
     bounds = AdmissionSettings(batch_size=BATCH, ratio=ratio, total=steps * BATCH)
-    return Rollouter(worker, bounds, replace(OPTIONS, **options))
+    return Rollouter(worker, bounds, options(**changed))
 
 
 async def train(made: Rollouter, worker: Scripted, steps: range, pause: int = 1) -> list[list[int]]:
@@ -141,11 +142,11 @@ def test_under_any_timing_every_prompt_is_used_once_and_none_is_too_old(ratio, t
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("batched_submit", [True, False])
-def test_at_ratio_0_background_and_inline_give_the_same_batches(batched_submit):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_at_ratio_0_background_and_inline_give_the_same_batches(deterministic):
     async def batches(background: bool) -> list[list[int]]:
         worker = Scripted([3, 1, 7], failing={2, 5, 9}, filtered={6})
-        made = rollouter(worker, 0.0, steps=4, background=background, batched_submit=batched_submit)
+        made = rollouter(worker, 0.0, steps=4, background=background, deterministic=deterministic)
         found = await train(made, worker, range(4))
         await made.close()
         return found
@@ -183,7 +184,7 @@ def test_buffered_and_running_prompts_survive_a_restart(ratio, cut):
 def test_a_checkpoint_of_batches_of_another_size_is_refused_with_a_reason():
     async def run() -> None:
         state = await rollouter(Scripted([1]), 1.0, steps=6).state_dict()
-        larger = Rollouter(Scripted([1]), AdmissionSettings(batch_size=2 * BATCH, ratio=1.0), OPTIONS)
+        larger = Rollouter(Scripted([1]), AdmissionSettings(batch_size=2 * BATCH, ratio=1.0), options())
         message = "resume_from_checkpoint: rollout_batch_size: batches of 8 prompts cannot continue from a checkpoint"
         with pytest.raises(RunError, match=message):
             await larger.load_state_dict(state)
@@ -230,7 +231,7 @@ def test_the_engines_idle_while_training_and_not_while_validating():
     async def run() -> list[float]:
         worker, idle_fractions = Timed([1]), []
         bounds = AdmissionSettings(batch_size=BATCH, ratio=0, total=3 * BATCH)
-        made = Rollouter(worker, bounds, replace(OPTIONS, background=False, batched_submit=True), lambda: worker.now)
+        made = Rollouter(worker, bounds, options(background=False), lambda: worker.now)
         worker.now = 100.0
         for version in range(3):
             worker.version = version
@@ -258,7 +259,7 @@ def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_re
     async def run() -> None:
         worker = Waiting([1])
         bounds = AdmissionSettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=60.0)
-        made = Rollouter(worker, bounds, OPTIONS, wall_clock=lambda: worker.wall)
+        made = Rollouter(worker, bounds, options(), wall_clock=lambda: worker.wall)
         await made.advance(0)
         first = await made.next_batch()
         assert prompts_of(first) == [0, 1, 2, 3] and first.metrics["dropped_expired_samples"] == 0
@@ -282,7 +283,7 @@ def test_a_limit_on_the_age_that_no_batch_can_meet_is_named_at_the_deadline():
     async def run() -> None:
         worker = Waiting([1])
         bounds = AdmissionSettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=1.0)
-        made = Rollouter(worker, bounds, replace(OPTIONS, deadline_s=0.2), wall_clock=lambda: worker.wall)
+        made = Rollouter(worker, bounds, options(batch_deadline_s=0.2), wall_clock=lambda: worker.wall)
         await made.advance(0)
         try:
             await made.next_batch()
@@ -320,7 +321,7 @@ def test_a_filter_that_starves_the_batch_is_named(background):
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_batch_that_is_never_ready_ends_the_run_and_names_the_prompts(caplog, background):
-    message = error_of(Scripted([10**9]), ratio=float(background), deadline_s=0.2, background=background)
+    message = error_of(Scripted([10**9]), ratio=float(background), batch_deadline_s=0.2, background=background)
     running = 8 if background else 4
     assert "no batch within 0.2 s (batch_deadline_s)" in message
     assert f"0 of 4 prompts are ready, {running} are running; it waits for {running} (prompt 0 of version 0" in message
@@ -338,7 +339,7 @@ def test_an_exception_in_generation_is_raised_by_next_batch():
 def test_the_failure_rate_is_a_share_of_all_completed_prompts():
     async def run(failing: set[int]) -> None:
         worker = Scripted([1], failing=failing)
-        made = rollouter(worker, 4.0, steps=6, failure_rate=0.25)
+        made = rollouter(worker, 4.0, steps=6, rate=0.25)
         await made.advance(0)
         for _ in range(200):
             await asyncio.sleep(0)
@@ -358,7 +359,7 @@ def test_the_failure_rate_is_a_share_of_all_completed_prompts():
 @pytest.mark.parametrize(("rate", "failing", "allowed"), [(0.1, {1}, True), (0.1, {1, 2}, False), (0.0, {1}, False)])
 def test_a_rate_above_0_allows_one_failure_in_a_small_batch(rate, failing, allowed):
     async def run() -> None:
-        made = rollouter(Scripted([1], failing=failing), 0.0, steps=1, background=False, failure_rate=rate)
+        made = rollouter(Scripted([1], failing=failing), 0.0, steps=1, background=False, rate=rate)
         await made.advance(0)
         await made.next_batch()
 
@@ -407,7 +408,7 @@ def test_submissions_keep_the_minimum_interval():
     async def run() -> None:
         worker, bounds = Noting([1]), AdmissionSettings(batch_size=BATCH, ratio=2.0, total=4 * BATCH)
         clock = asyncio.get_running_loop().time
-        made = Rollouter(worker, bounds, replace(OPTIONS, interval_s=0.05), clock)
+        made = Rollouter(worker, bounds, options(batch_generation_interval_s=0.05), clock)
         await train(made, worker, range(4))
         await made.close()
         gaps = [later - earlier for earlier, later in zip(worker.times, worker.times[1:], strict=False)]
@@ -421,7 +422,7 @@ def test_health_has_ready_running_and_blocking_prompts_and_seconds_without_progr
     async def run() -> None:
         now = [100.0]
         worker = Scripted(turns=[1, 1, 1, 10**9])
-        made = Rollouter(worker, AdmissionSettings(batch_size=BATCH, ratio=0, total=BATCH), OPTIONS, lambda: now[0])
+        made = Rollouter(worker, AdmissionSettings(batch_size=BATCH, ratio=0, total=BATCH), options(), lambda: now[0])
         made.admission.pause("validation")
         assert (await made.health())["paused_for"] == ["validation"]
         made.admission.resume("validation")

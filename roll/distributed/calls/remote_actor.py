@@ -17,7 +17,7 @@ from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
 from roll.distributed.processes import descendants, end, follow, log_file, process_environment
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.run_options import ProcessOptions
 
 ObjectT = TypeVar("ObjectT", covariant=True)
 P = ParamSpec("P")
@@ -41,7 +41,7 @@ class RemoteActor(Generic[ObjectT]):
     def __init__(
         self,
         name: str,
-        config: BaseConfig,
+        config: ProcessOptions,
         deadlines: Mapping[str, float],
         make: Callable[P, ObjectT],
         *args: P.args,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from roll.base.events import EventLog
-    from roll.configs.pipeline import RLConfig
+    from roll.configs.run_options import EngineHealthOptions
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class EngineMonitor:
     def __init__(
         self,
         infer: Cluster[InferWorker],
-        config: RLConfig,
+        config: EngineHealthOptions,
         events: EventLog,
         needs_weights: bool = True,
         restarts: bool = True,

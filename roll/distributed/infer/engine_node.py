@@ -15,8 +15,8 @@ from roll.distributed.infer.sglang_engine import STOP_TIMEOUT_S, Engine, EngineE
 from roll.distributed.worker import Worker, WorkerRank
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
+    from roll.configs.run_options import EngineOptions
 
 
 class EngineNode(Worker):
@@ -24,9 +24,9 @@ class EngineNode(Worker):
 
     concurrent = True
     config: EngineRoleConfig
-    pipeline_config: RLConfig
+    pipeline_config: EngineOptions
 
-    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: EngineOptions) -> None:
         super().__init__(rank, config, pipeline_config)
         self._engine: Engine | None = None
         self._starting: asyncio.Task[None] | None = None

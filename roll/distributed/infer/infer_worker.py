@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from roll.base.events import EventLog
 from roll.configs.asynchronous import versions_ahead
@@ -25,13 +25,13 @@ from roll.distributed.infer.sglang_engine import (
 from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.infer.weight_receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.processes import gc_freeze, pin
-from roll.distributed.worker import P, ResultT, StrategyMethod, WorkerRank, register
+from roll.distributed.worker import SYNC, P, ResultT, StrategyMethod, Worker, WorkerRank, register
 from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
+    from roll.configs.run_options import EngineOptions
     from roll.distributed.calls.remote_call import ClusterClient
 
 PROBE_TOKEN = 1
@@ -52,23 +52,38 @@ ANSWER_S = 10.0
 
 
 class Method(StrategyMethod["InferWorker", P, ResultT]):
-    """A method of `InferWorker` that is documented at `Generation`."""
+    """A method of `InferWorker` that is documented at `Generation` or at `WeightReceiver`."""
 
 
-class InferWorker(WeightReceiver):
+class InferWorker(Worker):
     """One SGLang engine over `num_gpus_per_worker` devices; all methods run on the actor's event loop."""
 
     concurrent = True
     restartable = True
     spans_tensor_parallel = True
     further_node_cls = EngineNode
+    config: EngineRoleConfig
+    pipeline_config: EngineOptions
 
-    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: EngineOptions) -> None:
         super().__init__(rank, config, pipeline_config)
+        self.receiver = WeightReceiver(rank, config, pipeline_config, lambda: self.engine)
+        self._engine: Engine | None = None
         self._generation: Generation | None = None
         self._further_nodes: FurtherNodes | None = None
         self._released: set[str] = set()
         self._memory_changes = asyncio.Lock()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            EngineNotRunningError: it was not started.
+        """
+        if self._engine is None:
+            raise EngineNotRunningError(f"{self.rank.name}: the engine is not running; initialize() starts it")
+        return self._engine
 
     @property
     def generation(self) -> Generation:
@@ -104,7 +119,7 @@ class InferWorker(WeightReceiver):
             self._end_engine()
             await self._start_and_probe(self._engine, until)
         if self.config.strategy_args.strategy_config.get("load_format") == "dummy":
-            self.stale_weights = "it started on dummy weights and received no weight update yet"
+            self.receiver.stale_weights = "it started on dummy weights and received no weight update yet"
         gc_freeze()
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
@@ -118,7 +133,7 @@ class InferWorker(WeightReceiver):
             running=config.max_running_requests,
             newer=config.newer_requests(self.rank.platform),
             ahead=versions_ahead(self.pipeline_config.async_generation_ratio),
-            version=lambda: self.version,
+            version=lambda: self.receiver.version,
         )
         if self.rank.cores:
             pin(self.rank.cores)  # which the engine's processes inherit
@@ -159,11 +174,11 @@ class InferWorker(WeightReceiver):
         if self._engine is not None:
             self._engine.died("it is started again")  # every request that it has, or that waits for it, fails
         self._end_engine()
-        self._reset_engine()
+        self.receiver.reset()
         self._released.clear()
         await self.initialize()
         if not needs_weights:
-            self.stale_weights = ""
+            self.receiver.stale_weights = ""
 
     @register(deadline="sync_timeout_s")
     async def leave_trainer(self, needs_weights: bool) -> None:
@@ -175,11 +190,11 @@ class InferWorker(WeightReceiver):
             EngineError: a request does not end, or a group cannot be left.
         """
         if needs_weights:
-            self.stale_weights = "its trainer has ended, and the next one has sent no weights yet"
-        self._updated.set()
+            self.receiver.stale_weights = "its trainer has ended, and the next one has sent no weights yet"
+        await self.receiver.abort_update()
         await self.resume()
         await self.flush_cache()
-        await self.leave_groups({*self._joined})
+        await self.receiver.leave_broadcast_groups()
 
     @register()
     async def check_health(self, timeout_s: float | None, watch_s: float = 0.0) -> None:
@@ -237,7 +252,7 @@ class InferWorker(WeightReceiver):
         engine = self.engine
 
         async def answers() -> list[GenerateResult]:
-            await self.wait_until_serving()
+            await self.receiver.wait_until_serving()
             return await self.generation.generate(requests)
 
         answering = asyncio.ensure_future(answers())
@@ -246,9 +261,18 @@ class InferWorker(WeightReceiver):
         finally:
             answering.cancel()  # where the call was cancelled
 
-    pause = Method(lambda worker: worker.generation.pause, deadline="sync_timeout_s")
-    resume = Method(lambda worker: worker.generation.resume, deadline="sync_timeout_s")
-    flush_cache = Method(lambda worker: worker.generation.flush_cache, deadline="sync_timeout_s")
+    pause = Method(lambda worker: worker.generation.pause, SYNC)
+    resume = Method(lambda worker: worker.generation.resume, SYNC)
+    flush_cache = Method(lambda worker: worker.generation.flush_cache, SYNC)
+    join_broadcast_groups = Method(lambda worker: worker.receiver.join_broadcast_groups, SYNC)
+    leave_broadcast_groups = Method(lambda worker: worker.receiver.leave_broadcast_groups, SYNC)
+    begin_update = Method(lambda worker: worker.receiver.begin_update, SYNC)
+    receive_broadcast = Method(lambda worker: worker.receiver.receive_broadcast, SYNC)
+    receive_shared = Method(lambda worker: worker.receiver.receive_shared, SYNC)
+    end_update = Method(lambda worker: worker.receiver.end_update, SYNC)
+    checksums = Method(lambda worker: worker.receiver.checksums, SYNC)
+    commit_update = Method(lambda worker: worker.receiver.commit_update, SYNC)
+    abort_update = Method(lambda worker: worker.receiver.abort_update, SYNC)
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:
@@ -256,27 +280,32 @@ class InferWorker(WeightReceiver):
 
         Without SGLang's memory saver, which needs a GPU, nothing is freed and nothing discarded.
         """
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
-
         async with self._memory_changes:
             tags = [tag for tag in tags if tag not in self._released]
-            if tags:
-                self._released.update(tags)  # also if the answer is late: SGLang takes messages in order
-                answer = self.engine.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-                await self.engine.wait_for(answer, f"release {' and '.join(tags)}", self.pipeline_config.rpc_timeout_s)
+            self._released.update(tags)  # also if the answer is late: SGLang takes messages in order
+            await self._change_memory("release", tags)
 
     @register()
     async def resume_memory(self, tags: list[str]) -> None:
         """Allocates the released memory again; the weights are stale until a weight update has sent them."""
-        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
         async with self._memory_changes:
             tags = [tag for tag in tags if tag in self._released]
-            if tags:
-                self._released.difference_update(tags)
-                answer = self.engine.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
-                what = f"allocate memory for {' and '.join(tags)}"
-                await self.engine.wait_for(answer, what, self.pipeline_config.rpc_timeout_s)
+            self._released.difference_update(tags)
+            await self._change_memory("resume", tags)
+
+    async def _change_memory(self, change: Literal["release", "resume"], tags: list[str]) -> None:
+        from sglang.srt.managers import io_struct
+
+        if tags:
+            message = getattr(io_struct, f"{change.title()}MemoryOccupationReqInput")(tags=tags)
+            answer = getattr(self.engine.manager, f"{change}_memory_occupation")(message)
+            what = f"{change} memory of {' and '.join(tags)}"
+            await self.engine.wait_for(answer, what, self.pipeline_config.rpc_timeout_s)
+
+    @register()
+    async def is_serving(self) -> bool:
+        """Whether the engine runs, and its weights are a complete version that is not being replaced."""
+        return self._engine is not None and self._engine.is_running and self.receiver.has_version
 
     @register()
     async def process_ids(self) -> list[int]:

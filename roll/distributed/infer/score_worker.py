@@ -14,8 +14,8 @@ from roll.distributed.worker import WorkerRank, register
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
+    from roll.configs.run_options import EngineOptions
 
 NOTHING_SAMPLED = SamplingParams(max_new_tokens=1)
 """Of requests for a score: balancing counts the tokens of the sequence and one more."""
@@ -24,7 +24,7 @@ NOTHING_SAMPLED = SamplingParams(max_new_tokens=1)
 class ScoreWorker(InferWorker):
     """An engine of role `reward`. It starts, dies and is restarted as any other; its weights never change."""
 
-    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
+    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: EngineOptions) -> None:
         super().__init__(rank, config, pipeline_config)
         running = 1 if pipeline_config.deterministic else math.ceil(config.max_running_requests * QUEUE_FACTOR)
         self._free_slots = asyncio.Semaphore(running)

@@ -19,8 +19,9 @@ import psutil
 from roll.base.errors import RunError
 from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.devices.system_envs import compiler_problem
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig, role_seed
+from roll.configs.pipeline import role_seed
 from roll.configs.roles import EngineRoleConfig
+from roll.configs.run_options import EngineOptions, WorkerOptions
 from roll.configs.scoring.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
 from roll.distributed.core_pinning import read_topology
 from roll.distributed.infer.sglang_processes import (
@@ -328,7 +329,7 @@ UNSHARED_PROMPT = 256
 prompts of a group that arrive together in one batch, so they share nothing, and the cache costs time per request."""
 
 
-def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) -> Engine:
+def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: EngineOptions) -> Engine:
     """The engine of this rank, or its part on this node; not started.
 
     Raises:
@@ -353,7 +354,7 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: RLConfig) 
 
 
 def engine_arguments(
-    worker: EngineRoleConfig, pipeline: BaseConfig, platform_arguments: dict[str, Any], seed: int
+    worker: EngineRoleConfig, pipeline: WorkerOptions, platform_arguments: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """ServerArgs of one engine: from our keys, from the platform, and `strategy_config` unchanged, in rising priority.
 
@@ -381,7 +382,7 @@ def engine_arguments(
         arguments |= value_model_arguments(arguments["model_path"], pipeline.deterministic)
     if arguments.get("device") == "cpu":
         arguments["max_total_tokens"] = worker.max_running_requests * arguments["context_length"]
-        one_turn = isinstance(pipeline, RLVRConfig) and not isinstance(worker, JudgeConfig)
+        one_turn = pipeline.pipeline == "rlvr" and not isinstance(worker, JudgeConfig)
         short = one_turn and pipeline.prompt_length <= UNSHARED_PROMPT
         arguments["disable_radix_cache"] = short or arguments.get("disable_radix_cache", False)
     return {**arguments, **options}

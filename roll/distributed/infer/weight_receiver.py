@@ -8,42 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.infer.sglang_checksums import Place, engine_places
-from roll.distributed.infer.sglang_engine import Engine, EngineError, EngineNotRunningError
+from roll.distributed.infer.sglang_engine import Engine, EngineError
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.weights.plan import Bucket, WeightSpec
-from roll.distributed.worker import Worker, WorkerRank, register
+from roll.distributed.worker import WorkerRank
 from roll.models.families.shape import known_model_shape
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import RLConfig
     from roll.configs.roles import EngineRoleConfig
+    from roll.configs.run_options import WeightUpdateOptions
 
 
 class StaleWeightsError(RuntimeError):
     """A request reached an engine whose weights are of no version: partly updated, or never sent."""
 
 
-class WeightReceiver(Worker):
-    """The remote methods of an engine that take part in a weight update; base of `InferWorker`.
+class WeightReceiver:
+    """The part of an engine in weight updates, and whether it may serve.
 
     The weights are stale from `begin_update` to `commit_update`: requests wait during the update, and are refused once
     it was aborted. An engine that started on dummy weights has stale weights from the start.
     """
 
-    config: EngineRoleConfig
-    pipeline_config: RLConfig
-
-    def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: RLConfig) -> None:
-        super().__init__(rank, config, pipeline_config)
+    def __init__(
+        self, rank: WorkerRank, config: EngineRoleConfig, options: WeightUpdateOptions, engine: Callable[[], Engine]
+    ) -> None:
+        """`engine` gives the running engine, and raises an EngineNotRunningError where there is none."""
+        self.rank, self._config, self._options, self._engine = rank, config, options, engine
         self.stale_weights = ""
         """Why the engine must not serve; empty when its weights are a complete version."""
         self.version = 0
         """Version of the weights; tokens sampled from now on carry it."""
-        self._engine: Engine | None = None
         self._updated = asyncio.Event()
         self._updated.set()
         self._session_open = False
@@ -52,7 +51,7 @@ class WeightReceiver(Worker):
         self._parameters: set[str] = set()
         self._places: dict[str, Place] = {}
 
-    def _reset_engine(self) -> None:
+    def reset(self) -> None:
         """Resets the state of an engine that died; the next one does not serve, and is in no group or update."""
         self.stale_weights = "it was restarted and has received no weights yet"
         self._session_open = self._update_begun = False
@@ -61,15 +60,9 @@ class WeightReceiver(Worker):
         self._updated.set()
 
     @property
-    def engine(self) -> Engine:
-        """The engine.
-
-        Raises:
-            EngineNotRunningError: it was not started.
-        """
-        if self._engine is None:
-            raise EngineNotRunningError(f"{self.rank.name}: the engine is not running; initialize() starts it")
-        return self._engine
+    def has_version(self) -> bool:
+        """Whether the weights are a complete version that is not being replaced."""
+        return self._updated.is_set() and not self.stale_weights
 
     async def wait_until_serving(self) -> None:
         """Waits for the end of a weight update in progress.
@@ -81,13 +74,6 @@ class WeightReceiver(Worker):
         if self.stale_weights:
             raise StaleWeightsError(f"{self.rank.name} is not serving: {self.stale_weights}")
 
-    @register()
-    async def is_serving(self) -> bool:
-        """Whether the engine runs, and its weights are a complete version that is not being replaced."""
-        running = self._engine is not None and self._engine.is_running
-        return running and self._updated.is_set() and not self.stale_weights
-
-    @register(deadline="sync_timeout_s")
     async def join_broadcast_groups(self, groups: list[BroadcastGroup], position: int) -> None:
         """Joins the broadcast group of every pipeline stage, as its engine number `position`.
 
@@ -99,7 +85,7 @@ class WeightReceiver(Worker):
             message = InitWeightsUpdateGroupReqInput(
                 master_address=group.address,
                 master_port=group.port,
-                rank_offset=1 + position * self.config.num_gpus_per_worker,
+                rank_offset=1 + position * self._config.num_gpus_per_worker,
                 world_size=group.world_size,
                 group_name=group.name,
                 backend=group.backend,
@@ -108,21 +94,16 @@ class WeightReceiver(Worker):
             await self._control("init_weights_update_group", message, what)
             self._joined.add(group.name)
 
-    @register(deadline="sync_timeout_s")
-    async def leave_broadcast_groups(self, groups: list[BroadcastGroup]) -> None:
-        """Leaves those of these groups that the engine has joined."""
-        await self.leave_groups({group.name for group in groups})
-
-    async def leave_groups(self, names: Set[str]) -> None:
-        """Leaves the groups of these names that the engine has joined."""
+    async def leave_broadcast_groups(self, groups: list[BroadcastGroup] | None = None) -> None:
+        """Leaves those of these groups that the engine has joined, or all."""
         from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
 
-        for name in sorted(names & self._joined):
+        names = self._joined if groups is None else self._joined & {group.name for group in groups}
+        for name in sorted(names):
             self._joined.remove(name)
             message = DestroyWeightsUpdateGroupReqInput(group_name=name)
             await self._control("destroy_weights_update_group", message, f"leave group {name}")
 
-    @register(deadline="sync_timeout_s")
     async def begin_update(self, version: int) -> None:
         """Opens an update session; closes one that a failed update left open. The weights are stale from here on."""
         self.stale_weights = f"weight update v{version} incomplete"
@@ -140,7 +121,7 @@ class WeightReceiver(Worker):
                 await self._close_session()
             self._session_open = False
         if not self._parameters:
-            self._places = engine_places(known_model_shape(self.engine.arguments["model_path"]))
+            self._places = engine_places(known_model_shape(self._engine().arguments["model_path"]))
             self._parameters = {name.rpartition("@")[0] for name in await self.checksums()}
         await self._control("begin_weight_update", BeginWeightUpdateReqInput(), "begin the update")
         self._session_open = True
@@ -151,7 +132,6 @@ class WeightReceiver(Worker):
         await self._control("end_weight_update", EndWeightUpdateReqInput(), "end the update")
         self._session_open = False
 
-    @register(deadline="sync_timeout_s")
     async def receive_broadcast(self, groups: list[BroadcastGroup], stages: list[list[Bucket]]) -> None:
         """Receives the buckets of every stage from that stage's source rank, one stage after the other.
 
@@ -179,13 +159,12 @@ class WeightReceiver(Worker):
         await self._control("update_weights_from_distributed", message, f"receive {len(specs)} tensors ({names})")
         unknown = [name for name in message.names if not self._has(name)]
         if unknown:  # SGLang drops these with a line in its log
-            raise EngineError(f"{self.engine.name}: the model has no parameter for {', '.join(unknown)}")
+            raise EngineError(f"{self._engine().name}: the model has no parameter for {', '.join(unknown)}")
 
     def _has(self, name: str) -> bool:
         """Whether the engine has a parameter for a tensor, by its HF name."""
         return name in self._places and self._places[name].parameter in self._parameters
 
-    @register(deadline="sync_timeout_s")
     async def receive_shared(self, handles: Sequence[Sequence[bytes]]) -> None:
         """Loads one bucket from shared memory of this node; `handles` has one for each rank of each engine.
 
@@ -199,18 +178,16 @@ class WeightReceiver(Worker):
         )
         await self._control("update_weights_from_tensor", message, "load shared tensors")
 
-    @register(deadline="sync_timeout_s")
     async def end_update(self, version: int) -> None:
         """Closes the session and names the weights `version`: tokens sampled from now on carry it."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         await self._close_session()
         message = UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
-        answer = self.engine.manager.update_weight_version(message)
-        await self.engine.wait_for(answer, f"set weight version {version}", self.pipeline_config.sync_timeout_s)
+        answer = self._engine().manager.update_weight_version(message)
+        await self._engine().wait_for(answer, f"set weight version {version}", self._options.sync_timeout_s)
         self.version = version
 
-    @register(deadline="sync_timeout_s")
     async def checksums(self) -> dict[str, str]:
         """Checksum of every parameter the engine computes with, on each of its ranks, as `name@rank`.
 
@@ -219,17 +196,16 @@ class WeightReceiver(Worker):
         """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-        answer = self.engine.manager.check_weights(CheckWeightsReqInput(action="checksum"))
-        success, reason, ranks, _ = await self.engine.wait_for(answer, "checksums", self.pipeline_config.sync_timeout_s)
+        answer = self._engine().manager.check_weights(CheckWeightsReqInput(action="checksum"))
+        success, reason, ranks, _ = await self._engine().wait_for(answer, "checksums", self._options.sync_timeout_s)
         if not success:
-            raise EngineError(f"{self.engine.name}: checksums: {reason}")
+            raise EngineError(f"{self._engine().name}: checksums: {reason}")
         return {
             f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
             for rank in ranks
             for name, value in rank["checksums"].items()
         }
 
-    @register(deadline="sync_timeout_s")
     async def commit_update(self) -> None:
         """Marks the weights as a complete version: the engine serves again.
 
@@ -241,14 +217,13 @@ class WeightReceiver(Worker):
         self.stale_weights, self._update_begun = "", False
         self._updated.set()
 
-    @register(deadline="sync_timeout_s")
     async def abort_update(self) -> None:
         """Ends an update that will not be retried: an engine with stale weights refuses waiting requests."""
         self._update_begun = False
         self._updated.set()
 
     async def _control(self, method: str, message: object, what: str) -> None:
-        answer: Any = getattr(self.engine.manager, method)(message, None)
-        success, reason = await self.engine.wait_for(answer, what, self.pipeline_config.sync_timeout_s)
+        answer: Any = getattr(self._engine().manager, method)(message, None)
+        success, reason = await self._engine().wait_for(answer, what, self._options.sync_timeout_s)
         if not success:
-            raise EngineError(f"{self.engine.name}: {what}: {reason}")
+            raise EngineError(f"{self._engine().name}: {what}: {reason}")

@@ -23,8 +23,9 @@ from roll.algorithms.policy_options import PolicySettings
 from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates
-from roll.configs.pipeline import BaseConfig, role_seed
+from roll.configs.pipeline import role_seed
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.run_options import TrainerOptions
 from roll.datasets.batch import Batch
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train.checkpoint import megatron_checkpoint
@@ -72,7 +73,7 @@ class MegatronInferStrategy:
     def __init__(
         self,
         worker_config: MegatronRoleConfig,
-        pipeline_config: BaseConfig,
+        pipeline_config: TrainerOptions,
         layout: ParallelLayout,
         rank: int,
         platform: Platform,

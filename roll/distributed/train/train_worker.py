@@ -1,4 +1,4 @@
-"""One Megatron rank of `actor_train`, `critic` or `reference`: its remote methods are those of its strategy."""
+"""One Megatron rank of `actor_train`, `critic` or `reference`; its remote methods are those of its parts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.processes import gc_freeze, gc_paused
-from roll.distributed.train.weight_sender import WeightSender
-from roll.distributed.worker import P, ResultT, StrategyMethod, WorkerRank, register
+from roll.distributed.train.weight_sender import SendError, WeightSender
+from roll.distributed.worker import SYNC, P, ResultT, StrategyMethod, Worker, WorkerRank, register
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.run_options import TrainerOptions
     from roll.distributed.train.megatron_strategy import (
         MegatronInferStrategy,
         MegatronTrainStrategy,
@@ -21,19 +21,23 @@ if TYPE_CHECKING:
 
 
 class Method(StrategyMethod["TrainWorker", P, ResultT]):
-    """A method of `TrainWorker` that is documented at its strategy."""
+    """A method of `TrainWorker` that is documented at its strategy or at `WeightSender`."""
 
 
-class TrainWorker(WeightSender):
+class TrainWorker(Worker):
     """A Megatron model that computes log-probs; with strategy `megatron_train` it is also trained.
 
     This module does not import Megatron, so that the driver can import it: `initialize` does, in the rank's process.
     """
 
-    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
+    config: MegatronRoleConfig
+    pipeline_config: TrainerOptions
+
+    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: TrainerOptions) -> None:
         super().__init__(rank, config, pipeline_config)
         self._infer_strategy: MegatronInferStrategy | None = None
         self._train_strategy: MegatronTrainStrategy | None = None
+        self._sender: WeightSender | None = None
 
     @property
     def infer_strategy(self) -> MegatronInferStrategy:
@@ -57,6 +61,17 @@ class TrainWorker(WeightSender):
             raise RuntimeError(f"{self.rank.name} has no optimizer: only megatron_train roles do, once initialized")
         return self._train_strategy
 
+    @property
+    def sender(self) -> WeightSender:
+        """The rank's part in weight updates.
+
+        Raises:
+            SendError: the role is frozen, or not initialized.
+        """
+        if self._sender is None:
+            raise SendError(f"{self.rank.name} has no weights to send: only megatron_train roles do, once initialized")
+        return self._sender
+
     @register(deadline="start_timeout_s")
     def initialize(self) -> None:
         """Joins the role's process group and loads the model."""
@@ -74,7 +89,7 @@ class TrainWorker(WeightSender):
             )
             trained.initialize()
             self._infer_strategy = self._train_strategy = trained
-            self._model_weights, self._states = trained.weights, trained.states
+            self._sender = WeightSender(rank, trained, self.pipeline_config.sync_timeout_s)
         else:
             frozen = MegatronInferStrategy(
                 self.config, self.pipeline_config, layout, rank.rank, platform, role=rank.role
@@ -93,12 +108,22 @@ class TrainWorker(WeightSender):
     begin_checkpoint = Method(lambda worker: worker.train_strategy.begin_checkpoint)
     checkpoint_written = Method(lambda worker: worker.train_strategy.saving.seconds_waited)
     load_checkpoint = Method(lambda worker: worker.train_strategy.load_checkpoint)
+    describe_weights = Method(lambda worker: worker.sender.describe_weights, SYNC)
+    hold_broadcast_port = Method(lambda worker: worker.sender.hold_broadcast_port, SYNC)
+    join_broadcast_group = Method(lambda worker: worker.sender.join_broadcast_group, SYNC)
+    leave_broadcast_group = Method(lambda worker: worker.sender.leave_broadcast_group, SYNC)
+    broadcast_weights = Method(lambda worker: worker.sender.broadcast_weights, SYNC)
+    create_shm = Method(lambda worker: worker.sender.create_shm, SYNC)
+    open_shm = Method(lambda worker: worker.sender.open_shm, SYNC)
+    fill_bucket = Method(lambda worker: worker.sender.fill_bucket, SYNC)
+    checksum_bucket = Method(lambda worker: worker.sender.checksum_bucket, SYNC)
+    release_buckets = Method(lambda worker: worker.sender.release_buckets, SYNC)
 
     @register()
     def export_hf(self, folder: Path) -> None:
         """Writes a HF folder; every rank its part."""
-        self.require_parameters()
-        self.weights.export_hf(folder)
+        self.train_strategy.states.require("parameters")
+        self.train_strategy.weights.export_hf(folder)
 
     @register()
     def peak_tflops(self) -> float | None:

@@ -17,14 +17,11 @@ from roll.distributed.infer.sglang_checksums import EngineChecksums
 from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.weights.shm_buckets import ShmBuckets, cuda_ipc_handle, flattened, views_of
-from roll.distributed.worker import Worker, WorkerRank, register
+from roll.distributed.worker import WorkerRank
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
-    from roll.configs.roles import MegatronRoleConfig
-    from roll.distributed.train.host_copies import HostCopies
-    from roll.distributed.train.megatron_weights import MegatronWeights
+    from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
 T = TypeVar("T")
 
@@ -95,18 +92,16 @@ class StageWeights(Generic[T]):
             pass
 
 
-class WeightSender(Worker):
-    """The remote methods of a training rank that take part in a weight update; base of `TrainWorker`.
+class WeightSender:
+    """The part of a training rank in weight updates.
 
     `stages` is the plan of all pipeline stages: the buckets of each. A rank reads the buckets of its own stage.
     """
 
-    config: MegatronRoleConfig
-
-    def __init__(self, rank: WorkerRank, config: MegatronRoleConfig, pipeline_config: BaseConfig) -> None:
-        super().__init__(rank, config, pipeline_config)
-        self._model_weights: MegatronWeights | None = None
-        self._states: HostCopies | None = None
+    def __init__(self, rank: WorkerRank, strategy: MegatronTrainStrategy, timeout_s: float) -> None:
+        """A device may take `timeout_s` for what was sent from it."""
+        self.rank, self.weights, self._states = rank, strategy.weights, strategy.states
+        self._tensor_parallel, self._timeout_s = strategy.layout.tensor, timeout_s
         self._group: dist.ProcessGroup | None = None
         self._port: int | None = None
         self._shm: ShmBuckets | None = None
@@ -114,22 +109,6 @@ class WeightSender(Worker):
         self._writers: StageWeights[Callable[[torch.Tensor], None]] | None = None
         self._gathered: list[torch.Tensor] = []
         self._checksums: EngineChecksums | None = None
-
-    @property
-    def weights(self) -> MegatronWeights:
-        """The weights of this rank's stage.
-
-        Raises:
-            SendError: the role is frozen, or not initialized.
-        """
-        if self._model_weights is None:
-            raise SendError(f"{self.rank.name} has no weights to send: only megatron_train roles do, once initialized")
-        return self._model_weights
-
-    def require_parameters(self) -> None:
-        """Raises a RuntimeError while the weights are in host memory."""
-        if self._states is not None:
-            self._states.require("parameters")
 
     @property
     def stage(self) -> int:
@@ -146,26 +125,22 @@ class WeightSender(Worker):
         """Whether this rank is the source rank of its stage."""
         return self.takes_part and self.rank.coordinates.tensor == 0
 
-    @register(deadline="sync_timeout_s")
     def describe_weights(self) -> StageSource | None:
         """What this rank's stage sends, on its source rank; None elsewhere."""
         return StageSource(self.stage, self.weights.specs(), self.rank.address) if self.is_source else None
 
     # Broadcast: one group per stage, of its source rank and all engine ranks.
 
-    @register(deadline="sync_timeout_s")
     def hold_broadcast_port(self) -> int | None:
         """A port for a new broadcast group, held until the group is left; None on ranks that are no source."""
         self._port = hold_port(self.rank.address) if self.is_source else None
         return self._port
 
-    @register(deadline="sync_timeout_s")
     def join_broadcast_group(self, groups: list[BroadcastGroup], timeout_s: float) -> None:
         """Joins the group of this stage as its source rank; a collective in it takes at most `timeout_s`."""
         if self.is_source:
             self._group = join_as_source(groups[self.stage], timeout_s)
 
-    @register(deadline="sync_timeout_s")
     def leave_broadcast_group(self) -> None:
         """Leaves the group, which frees engines that wait in it; does nothing outside of a group."""
         if self._group is not None:
@@ -175,7 +150,6 @@ class WeightSender(Worker):
             release_port(self._port)
             self._port = None
 
-    @register(deadline="sync_timeout_s")
     def broadcast_weights(self, stages: list[list[Bucket]], checksum_ranks: int) -> SendResult | None:
         """Broadcasts this stage's weights; gathers the tensors of the next bucket while one is being sent.
 
@@ -191,7 +165,7 @@ class WeightSender(Worker):
         """
         if not self.takes_part:
             return None
-        self.require_parameters()
+        self._states.require("parameters")
         if self.is_source and self._group is None:
             raise SendError(f"{self.rank.name} is in no broadcast group; join_broadcast_group comes first")
         checksums = None
@@ -227,7 +201,7 @@ class WeightSender(Worker):
             SendError: it took longer than `sync_timeout_s`; this process can leave the group and try again.
         """
         try:
-            get_platform(self.rank.platform).wait_for_device(self.pipeline_config.sync_timeout_s)
+            get_platform(self.rank.platform).wait_for_device(self._timeout_s)
         except TimeoutError as error:
             raise SendError(f"{self.rank.name}: the engines have not received the weights: {error}") from None
 
@@ -239,7 +213,6 @@ class WeightSender(Worker):
     # Shared memory, bucket by bucket: `fill_bucket` on every rank, then `checksum_bucket` when verifying. On a CPU all
     # tensor-parallel ranks write their slices to the same memory; on a GPU every rank that exports handles gathers.
 
-    @register(deadline="sync_timeout_s")
     def create_shm(self, num_bytes: list[int]) -> list[str] | None:
         """Makes CPU memory for the largest bucket of this stage; `num_bytes` has its size for each stage.
 
@@ -255,13 +228,11 @@ class WeightSender(Worker):
             self._shm = ShmBuckets.create(num_bytes[self.stage])
         return self._shm.addresses()
 
-    @register(deadline="sync_timeout_s")
     def open_shm(self, addresses: list[list[str]]) -> None:
         """Opens the memory of the stage's source rank; `addresses` has those of each stage."""
         if self.takes_part and not self.is_source:
             self._shm = ShmBuckets.open(addresses[self.stage])
 
-    @register(deadline="sync_timeout_s")
     def fill_bucket(self, stages: list[list[Bucket]], index: int, sources: list[list[int]]) -> SendResult | None:
         """Writes this rank's part of bucket `index`; call it with 0, 1, 2, ...; does nothing beyond the last bucket.
 
@@ -280,11 +251,11 @@ class WeightSender(Worker):
             SendError: the model yields other tensors than planned.
         """
         first = self.rank.rank - self.rank.coordinates.tensor
-        together = range(first, first + self.config.layout.tensor)
+        together = range(first, first + self._tensor_parallel)
         needed = {rank for rank in sources[self.stage] if rank in together} | ({first} if self.takes_part else set())
         if not needed or index >= len(stages[self.stage]):
             return None
-        self.require_parameters()
+        self._states.require("parameters")
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
         receivers = [engine for engine, rank in enumerate(sources[self.stage]) if rank == self.rank.rank]
         if self._shm is not None:
@@ -325,7 +296,6 @@ class WeightSender(Worker):
         self._gathered = [*self._gathered[-1:], flattened(whole)]
         return views_of(self._gathered[-1], bucket.specs)
 
-    @register(deadline="sync_timeout_s")
     def checksum_bucket(self, stages: list[list[Bucket]], index: int, checksum_ranks: int) -> dict[str, str] | None:
         """Adds bucket `index` to the checksums, once all ranks have filled it.
 
@@ -346,7 +316,6 @@ class WeightSender(Worker):
         flat = self._gathered[-1] if self._shm is None else self._shm.bucket(index, bucket)
         return views_of(flat, bucket.specs)
 
-    @register(deadline="sync_timeout_s")
     def release_buckets(self) -> None:
         """Ends a weight update, also one that failed half way: finishes started gathers and frees gathered buckets."""
         if self._tensors is not None:

@@ -35,7 +35,7 @@ from roll.distributed.weights.report import Transfer, UpdateReport
 from roll.distributed.weights.transport import TRANSPORTS, Transport, on_cpu, shares_devices
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import RLConfig
+    from roll.configs.run_options import EngineOptions
     from roll.distributed.cluster import Cluster
     from roll.distributed.shared_devices import SharedDevices
 
@@ -74,7 +74,7 @@ class WeightSynchronizer:
         self,
         train: Cluster[TrainWorker],
         infer: Cluster[InferWorker],
-        config: RLConfig,
+        config: EngineOptions,
         transport: type[Transport] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         devices: SharedDevices | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,32 +30,6 @@ if TYPE_CHECKING:
 
 MIN_GENERATE_S = 1e-6
 """Smallest value of --generate: a simulated engine cannot be infinitely fast."""
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """Options of `roll simulate`; None for options not given.
-
-    Attributes:
-        from_run: synchronous run to measure.
-        overlap_run: asynchronous run to measure the slowdown of overlap.
-        generate: seconds of a batch; so are `train`, `log_probs` and `reward`.
-        weight_update: seconds of a weight update.
-        response_length: mean, and largest of a batch, in tokens.
-        doubling_batch: batch at which a decode iteration takes twice as long as with an empty batch.
-        slowdown: factor on both sides while both run.
-    """
-
-    from_run: Path | None = None
-    overlap_run: Path | None = None
-    generate: float | None = None
-    train: float | None = None
-    log_probs: float | None = None
-    reward: float | None = None
-    weight_update: float | None = None
-    response_length: tuple[float, float] | None = None
-    doubling_batch: float | None = None
-    slowdown: float | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -117,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the configuration, a run or an option cannot be used.
     """
     config = load_config(arguments.config, arguments.overrides)
-    options = SimulateOptions(**{field.name: getattr(arguments, field.name) for field in fields(SimulateOptions)})
-    model, notes = build_cost_model(check_simulated(config), options, this_machine())
+    model, notes = build_cost_model(check_simulated(config), arguments, this_machine())
     prediction = predict(model)
     if arguments.json:
         print(json.dumps(prediction_as_dict(prediction, model, notes), indent=2))
@@ -133,23 +106,21 @@ def check_simulated(config: BaseConfig) -> RLConfig:
     Raises:
         ConfigError: it has no generation, several turns per sample, no devices, or is too large.
     """
-    problem = None
+    path = "pipeline"
     if not isinstance(config, RLConfig):
-        problem = Problem("pipeline", "has no generation to simulate; use an rlvr configuration")
+        message = "has no generation to simulate; use an rlvr configuration"
     elif isinstance(config, AgenticConfig):
         message = "agentic runs, with several turns per sample, cannot be simulated; use an rlvr configuration"
-        problem = Problem("pipeline", message)
     elif not config.actor_train.device_mapping or not config.actor_infer.device_mapping:
-        message = "is empty for actor_train or actor_infer; a simulation needs devices for both"
-        problem = Problem("device_mapping", message)
+        path, message = "device_mapping", "is empty for actor_train or actor_infer; a simulation needs devices for both"
     else:
         check_size(config)
         return config
-    raise ConfigError([problem], config.source.file)
+    raise ConfigError([Problem(path, message)], config.source.file)
 
 
-def build_cost_model(config: RLConfig, options: SimulateOptions, hardware: Hardware) -> tuple[CostModel, list[str]]:
-    """The cost model of a configuration, and notes on assumptions made for missing measurements.
+def build_cost_model(config: RLConfig, options: argparse.Namespace, hardware: Hardware) -> tuple[CostModel, list[str]]:
+    """The cost model of a configuration with the `options` of the command, and notes on what is assumed.
 
     Raises:
         ConfigError: options contradict each other or the configuration, or a run cannot be used.
@@ -180,7 +151,7 @@ def build_cost_model(config: RLConfig, options: SimulateOptions, hardware: Hardw
     return replace(model, slowdown=slowdown), notes
 
 
-def _check_options(config: RLConfig, options: SimulateOptions) -> None:
+def _check_options(config: RLConfig, options: argparse.Namespace) -> None:
     if options.overlap_run is not None and options.slowdown is not None:
         raise option_error("--slowdown", "cannot be combined with --overlap, which measures it; use one of them")
     longest, limit = (options.response_length or (0, 0))[1], config.response_length
@@ -192,7 +163,7 @@ def _check_options(config: RLConfig, options: SimulateOptions) -> None:
         raise option_error(missing, message)
 
 
-def _measurements(config: RLConfig, options: SimulateOptions, notes: list[str]) -> Measurements:
+def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str]) -> Measurements:
     """Measurements of --from, with options in place of single values; or all from options."""
     given = {name: getattr(options, name) for name in ("generate", "train", "log_probs", "reward", "weight_update")}
     given["weight_update_pause"] = options.weight_update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -160,18 +160,14 @@ def fit_slowdown(model: CostModel, run: Measurements) -> CostModel:
 
     The run has a ratio above 0, and the configuration of the model except for ratio and devices.
     """
-    low, high = SLOWDOWN_RANGE
-    target = run.times.step or 0.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        scenario = replace(model, slowdown=middle).scenario(
-            run.shape.train_devices, run.shape.engines, run.shape.ratio, steps=12
-        )
-        if simulate(scenario).step_seconds < target:
-            low = middle
-        else:
-            high = middle
-    return replace(model, slowdown=high)
+    shape, target = run.shape, run.times.step or 0.0
+
+    def is_too_fast(slowdown: float) -> bool:
+        slowed = replace(model, slowdown=slowdown)
+        scenario = slowed.scenario(shape.train_devices, shape.engines, shape.ratio, steps=12)
+        return simulate(scenario).step_seconds < target
+
+    return replace(model, slowdown=_least(is_too_fast, *SLOWDOWN_RANGE, rounds=12))
 
 
 def response_lengths(mean: float, longest: float, batch: int, limit: float, seed: int) -> list[float]:
@@ -215,13 +211,18 @@ def _normal_quantiles() -> list[float]:
 def _scale(shape: list[float], mean: float, limit: float) -> float:
     """The factor at which ascending lengths, clamped to [1, limit], have this mean; by bisection."""
     sums = [0.0, *accumulate(shape)]
-    low, high = 0.0, limit / shape[0]
-    for _ in range(60):
+
+    def is_too_small(factor: float) -> bool:
+        below, above = bisect_left(shape, 1 / factor), bisect_left(shape, limit / factor)
+        total = below + factor * (sums[above] - sums[below]) + (LENGTH_COUNT - above) * limit
+        return total < mean * LENGTH_COUNT
+
+    return _least(is_too_small, 0.0, limit / shape[0], rounds=60)
+
+
+def _least(is_too_small: Callable[[float], bool], low: float, high: float, rounds: int) -> float:
+    """The smallest value that is not too small, by bisection."""
+    for _ in range(rounds):
         middle = (low + high) / 2
-        below, above = bisect_left(shape, 1 / middle), bisect_left(shape, limit / middle)
-        total = below + middle * (sums[above] - sums[below]) + (LENGTH_COUNT - above) * limit
-        if total < mean * LENGTH_COUNT:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if is_too_small(middle) else (low, middle)
     return high

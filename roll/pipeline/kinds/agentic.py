@@ -32,7 +32,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
             DatasetError: the chat template does not let turns be added one by one.
         """
         await super().prepare()
-        conversation_encoder(self._config, self._tokenizer)
+        conversation_encoder(self._config, self._config.actor_train.data_args, self._tokenizer)
         self._tasks = {tag: self._task(tag) for tag in self._config.custom_envs}
 
     def _task(self, tag: str) -> Task:
@@ -75,7 +75,7 @@ def make_agentic_worker(
     runner = RolloutRunner(
         engines,
         environments,
-        conversation_encoder(config, tokenizer),
+        conversation_encoder(config, config.actor_train.data_args, tokenizer),
         partial(response_text, tokenizer, stop_token_ids=stops),
         config.sequence_length or 0,
         config.trajectory_timeout_s,

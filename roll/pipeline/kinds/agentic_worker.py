@@ -38,7 +38,7 @@ class AgenticWorker(RolloutWorker):
         runner: RolloutRunner,
         environments: EnvPool,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config.samples_multiple, config.async_training.staleness_threshold)
         self._agentic, self._tasks, self._sampling = config, tasks, sampling
         self._runner, self._environments = runner, environments
         self._train_tags, self._val_tags = TagCycle(config.train_env_manager), TagCycle(config.val_env_manager)

@@ -49,10 +49,10 @@ class RLVRWorker(RolloutWorker):
         engines: EnginePool,
         scorer: Scorer,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config.samples_multiple, config.async_training.staleness_threshold)
         self._prompts, self._sampling, self._engines, self._scorer = prompts, sampling, engines, scorer
         self._seed, self._group_size = config.seed, config.num_return_sequences_in_group
-        self._greedy = config.uses_greedy_responses
+        self._estimator, self._greedy = config.adv_estimator, config.uses_greedy_responses
         self._rewards = tuple(config.rewards)
         self._uses_parts = config.uses_reward_parts
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
@@ -139,7 +139,7 @@ class RLVRWorker(RolloutWorker):
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         rewards = self._rewards if self._uses_parts else ()
-        return batch_of_groups(groups, multiple=self._config.samples_multiple, rewards=rewards)
+        return batch_of_groups(groups, multiple=self._samples_multiple, rewards=rewards)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         return super().metrics(groups, version) | reported_metrics(groups, "reward")
@@ -162,13 +162,13 @@ class RLVRWorker(RolloutWorker):
         """
         if self._greedy and not state.get("greedy"):
             raise ValueError(
-                f"adv_estimator: {self._config.adv_estimator} cannot continue from a checkpoint whose groups have no "
+                f"adv_estimator: {self._estimator} cannot continue from a checkpoint whose groups have no "
                 "greedy response; use the estimator of that run, or start a new one from its weights"
             )
         missing = [name for name in self._rewards if name not in state.get("rewards", ())]
         if self._uses_parts and missing:
             raise ValueError(
-                f"adv_estimator: {self._config.adv_estimator} cannot continue from a checkpoint whose samples have no "
+                f"adv_estimator: {self._estimator} cannot continue from a checkpoint whose samples have no "
                 f"score of {', '.join(f'rewards.{name}' for name in missing)}; use the estimator and the rewards of "
                 "that run, or start a new one from its weights"
             )

@@ -63,7 +63,7 @@ class Node:
 
 def nodes(*actors: Node) -> tuple[FurtherNodes, list[str]]:
     causes: list[str] = []
-    rank = replace(WorkerRank.single("actor_infer"), further_nodes=tuple(enumerate(actors, start=3)))
+    rank = replace(WorkerRank("actor_infer"), further_nodes=tuple(enumerate(actors, start=3)))
     return FurtherNodes(rank, causes.append), causes
 
 

@@ -36,8 +36,10 @@ class EngineWithoutProcesses(InferWorker):
         self._engine._death = asyncio.get_running_loop().create_future()
         echo: Any = Echo()
         self._generation = echo
+        self.receiver._open_session = opened  # type: ignore[method-assign]
 
-    async def _open_session(self) -> None: ...
+
+async def opened() -> None: ...
 
 
 REQUESTS = [GenerateRequest("request", [1], SamplingParams(max_new_tokens=1))]
@@ -45,7 +47,7 @@ REQUESTS = [GenerateRequest("request", [1], SamplingParams(max_new_tokens=1))]
 
 async def worker() -> InferWorker:
     unused: Any = None
-    made = EngineWithoutProcesses(WorkerRank.single("actor_infer"), unused, unused)
+    made = EngineWithoutProcesses(WorkerRank("actor_infer"), unused, unused)
     await made.initialize()
     return made
 
@@ -132,7 +134,7 @@ def test_an_engine_orders_requests_by_the_ratio_and_limit_of_the_configuration()
 
     async def run() -> None:
         role = ActorInferConfig(max_newer_requests=3)
-        made = Started(WorkerRank.single("actor_infer"), role, RLVRConfig(async_generation_ratio=1.5))
+        made = Started(WorkerRank("actor_infer"), role, RLVRConfig(async_generation_ratio=1.5))
         await made._start_and_probe(Engine("actor_infer-0", {}, {}, "actor_infer-0.log"), 0)
         assert (made.generation._ahead, made.generation._order._newer) == (2, 3)
 
@@ -187,7 +189,7 @@ def test_a_restarted_engine_without_weight_updates_serves_once_it_has_started() 
 
     async def run() -> None:
         unused: Any = None
-        engine = Starting(WorkerRank.single("judge"), unused, unused)
+        engine = Starting(WorkerRank("judge"), unused, unused)
         await engine.initialize()
         await engine.start_again(needs_weights=False)
         assert await engine.generate(REQUESTS) == REQUESTS
@@ -223,7 +225,7 @@ def test_an_engine_is_started_once_more_where_a_signal_ended_its_processes(
     deadlines: list[float] = []
 
     async def run() -> None:
-        made = Failing(WorkerRank.single("actor_infer"), ActorInferConfig(), RLVRConfig(output_dir=str(tmp_path)))
+        made = Failing(WorkerRank("actor_infer"), ActorInferConfig(), RLVRConfig(output_dir=str(tmp_path)))
         made._engine = Started("actor_infer-0", {}, {}, "actor_infer-0.log")
         if error is None:
             await made.initialize()

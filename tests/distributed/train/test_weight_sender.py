@@ -11,6 +11,7 @@ import torch
 
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.train import weight_sender as module
+from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendError, StageWeights, WeightSender
 from roll.distributed.weights.plan import WeightSpec, make_buckets
 from roll.distributed.worker import WorkerRank
@@ -66,12 +67,9 @@ class Weights:
 
 
 def sender() -> WeightSender:
-    role: Any = SimpleNamespace(layout=ParallelLayout())
-    weights: Any = Weights()
-    config: Any = SimpleNamespace(sync_timeout_s=1.0)
-    made = WeightSender(WorkerRank.single("actor_train"), role, config)
-    made._model_weights = weights
-    return made
+    here = SimpleNamespace(require=lambda *states: None)
+    strategy: Any = SimpleNamespace(layout=ParallelLayout(), weights=Weights(), states=here)
+    return WeightSender(WorkerRank("actor_train"), strategy, 1.0)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -130,4 +128,4 @@ def test_a_broadcast_that_never_ends_on_the_gpu_fails_and_can_be_tried_again(mon
 def test_a_frozen_role_has_no_weights_to_send() -> None:
     unused: Any = None
     with pytest.raises(SendError, match="reference-0 has no weights to send"):
-        WeightSender(WorkerRank.single("reference"), unused, unused).describe_weights()
+        TrainWorker(WorkerRank("reference"), unused, unused).describe_weights()

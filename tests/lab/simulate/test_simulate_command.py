@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import random
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from roll.lab.simulate.calibration import (
     fit_doubling_batch,
     read_run,
 )
-from roll.lab.simulate.command import SimulateOptions, build_cost_model, check_simulated
+from roll.lab.simulate.command import add_options, build_cost_model, check_simulated
 from roll.lab.simulate.cost_model import CostModel, response_lengths
 from roll.lab.simulate.report import print_prediction
 from roll.lab.simulate.search import DeviceSplit, configured_split, possible_splits, predict
@@ -35,6 +37,13 @@ from tests.configs.samples import AGENTIC, RLVR, SFT, rlvr, write
 MACHINE = Hardware(gpus=8, cores=64)
 FOUR_DEVICES = ("actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[2,3]", "num_devices_per_node=4")
 TRUE_SPEED = DecodeSpeed(0.01, doubling_batch=64.0)
+
+
+def given(**options: Any) -> argparse.Namespace:
+    """The options of a command that gives these."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return argparse.Namespace(**vars(parser.parse_args([])) | options)
 
 
 def small(folder: Path, *overrides: str) -> RLVRConfig:
@@ -112,7 +121,7 @@ def test_synchronous_run_predicts_step_times_of_asynchronous_runs(
     tmp_path: Path, synchronous_folder: Path, ratio: float
 ) -> None:
     config = small(tmp_path)
-    model, _ = build_cost_model(config, SimulateOptions(from_run=synchronous_folder), MACHINE)
+    model, _ = build_cost_model(config, given(from_run=synchronous_folder), MACHINE)
     assert outcome_of(model, ratio).step_seconds == pytest.approx(
         outcome_of(true_model(config), ratio).step_seconds, rel=0.08
     )
@@ -132,7 +141,7 @@ def test_slowdown_is_fitted_to_a_run_with_overlap(tmp_path: Path, synchronous_fo
     config = small(tmp_path)
     ahead = small(tmp_path, "async_generation_ratio=1")
     real = true_model(config, slowdown)
-    options = SimulateOptions(
+    options = given(
         from_run=synchronous_folder,
         overlap_run=asynchronous_run(tmp_path / "ahead", ahead, outcome_of(real, 1).step_seconds),
     )
@@ -155,10 +164,13 @@ def test_the_time_of_a_critic_is_part_of_training(tmp_path: Path, devices: str, 
 
 def test_slowdown_defaults_to_devices_per_core(tmp_path: Path) -> None:
     config = small(tmp_path, "platform=cpu")
-    options = SimulateOptions(generate=4.0, train=3.0)
+    options = given(generate=4.0, train=3.0)
     model, notes = build_cost_model(config, options, Hardware(gpus=0, cores=2))
     assert model.slowdown == 2.0 and "slowdown of overlap: not measured, 2 assumed" in notes[-1]
-    assert build_cost_model(config, replace(options, slowdown=1.2), Hardware(gpus=0, cores=2))[0].slowdown == 1.2
+    assert (
+        build_cost_model(config, given(generate=4.0, train=3.0, slowdown=1.2), Hardware(gpus=0, cores=2))[0].slowdown
+        == 1.2
+    )
     assert build_cost_model(config, options, Hardware(gpus=0, cores=4))[0].slowdown == 1.0
 
 
@@ -167,7 +179,7 @@ def test_engines_start_as_many_newer_requests_as_in_a_run(
     tmp_path: Path, overrides: tuple[str, ...], newer: int
 ) -> None:
     config = small(tmp_path, "platform=cpu", "async_generation_ratio=1", *overrides)
-    model, _ = build_cost_model(config, SimulateOptions(generate=4.0, train=3.0), Hardware(gpus=0, cores=2))
+    model, _ = build_cost_model(config, given(generate=4.0, train=3.0), Hardware(gpus=0, cores=2))
     assert model.scenario(1, 1, 1.0, 1).newer == newer
 
 
@@ -196,10 +208,8 @@ def test_splits_are_limited_by_parallel_sizes_and_batches(tmp_path: Path) -> Non
 def test_slower_side_gets_more_devices(tmp_path: Path) -> None:
     eight = ("actor_train.device_mapping=0-3", "actor_infer.device_mapping=4-7", "num_devices_per_node=8")
     config = small(tmp_path, *eight)
-    slow_generation = build_cost_model(config, SimulateOptions(generate=12.0, train=3.0, doubling_batch=1.0), MACHINE)[
-        0
-    ]
-    slow_training = build_cost_model(config, SimulateOptions(generate=3.0, train=12.0, doubling_batch=1.0), MACHINE)[0]
+    slow_generation = build_cost_model(config, given(generate=12.0, train=3.0, doubling_batch=1.0), MACHINE)[0]
+    slow_training = build_cost_model(config, given(generate=3.0, train=12.0, doubling_batch=1.0), MACHINE)[0]
     assert predict(slow_generation).best.split.infer_devices > 4
     best = predict(slow_training).best.split
     assert best.shared, "no valid split gives training 7 of 8 devices, so sharing all 8 is faster"
@@ -207,7 +217,7 @@ def test_slower_side_gets_more_devices(tmp_path: Path) -> None:
 
 def test_prediction_shows_the_configured_and_the_best_candidate(tmp_path: Path) -> None:
     config = small(tmp_path)
-    model, notes = build_cost_model(config, SimulateOptions(generate=4.0, train=3.0, weight_update=0.2), MACHINE)
+    model, notes = build_cost_model(config, given(generate=4.0, train=3.0, weight_update=0.2), MACHINE)
     prediction = predict(model)
     assert prediction.configured.split == DeviceSplit(2, 2) and prediction.configured.ratio == 0
     assert prediction.configured.outcome.step_seconds == pytest.approx(7.2)
@@ -238,7 +248,7 @@ def test_command_prints_json(tmp_path: Path, synchronous_folder: Path, capsys: p
     assert output["assumed"]["slowdown"] == 1.1 and output["best"] in output["candidates"]
 
 
-def build_error(config: RLVRConfig, options: SimulateOptions) -> str:
+def build_error(config: RLVRConfig, options: argparse.Namespace) -> str:
     with pytest.raises(ConfigError) as caught:
         build_cost_model(config, options, MACHINE)
     return str(caught.value)
@@ -252,25 +262,25 @@ def test_unusable_runs_are_rejected(tmp_path: Path, synchronous_folder: Path) ->
     good, run = synchronous_folder, asynchronous_run(tmp_path / "ahead", ahead, 3.0)
     other = asynchronous_run(tmp_path / "unlike", unlike, 3.0)
     for options, output in (
-        (SimulateOptions(from_run=nowhere), f"--from: {nowhere} has no run.json; give the output_dir of a run"),
-        (SimulateOptions(from_run=file), f"--from: {file} has no run.json; give the output_dir of a run"),
-        (SimulateOptions(from_run=empty), "metrics.jsonl has no steps"),
-        (SimulateOptions(from_run=run), "ran with async_generation_ratio 1; give a run with 0"),
+        (given(from_run=nowhere), f"--from: {nowhere} has no run.json; give the output_dir of a run"),
+        (given(from_run=file), f"--from: {file} has no run.json; give the output_dir of a run"),
+        (given(from_run=empty), "metrics.jsonl has no steps"),
+        (given(from_run=run), "ran with async_generation_ratio 1; give a run with 0"),
         (
-            SimulateOptions(from_run=good, overlap_run=good),
+            given(from_run=good, overlap_run=good),
             "ran with async_generation_ratio 0; give a run with a larger one",
         ),
-        (SimulateOptions(from_run=good, overlap_run=other), "had 128 samples per step, not 64"),
-        (SimulateOptions(generate=1.0), "--train: is missing; give a run with --from"),
+        (given(from_run=good, overlap_run=other), "had 128 samples per step, not 64"),
+        (given(generate=1.0), "--train: is missing; give a run with --from"),
     ):
         assert output in build_error(config, options)
 
 
 def test_contradicting_options_are_rejected(tmp_path: Path, synchronous_folder: Path) -> None:
     config, times = small(tmp_path), {"generate": 1.0, "train": 1.0}
-    output = build_error(config, SimulateOptions(overlap_run=synchronous_folder, slowdown=2.0, **times))
+    output = build_error(config, given(overlap_run=synchronous_folder, slowdown=2.0, **times))
     assert output == "--slowdown: cannot be combined with --overlap, which measures it; use one of them"
-    output = build_error(config, SimulateOptions(response_length=(100, 2000), **times))
+    output = build_error(config, given(response_length=(100, 2000), **times))
     assert output == "--response-length: 2000 is above response_length 1024; use at most that"
 
 
@@ -328,4 +338,4 @@ def test_invalid_files_of_a_run_are_explained(tmp_path: Path, file: str, text: b
     config = small(tmp_path)
     run = write_run(tmp_path / "run", config, [])
     (run / file).write_bytes(text + b"\n")
-    assert output in build_error(config, SimulateOptions(from_run=run))
+    assert output in build_error(config, given(from_run=run))
