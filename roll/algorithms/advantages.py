@@ -144,12 +144,7 @@ def compute_advantages(
     the estimator, the teacher of `use_opd`, whiten_advantages, difficulty_loss_weight and length_loss_weight,
     advantage_clip.
 
-    Args:
-        scores: [B] raw rewards.
-        groups: [B] int64 numbers of groups: `group_ids` of `roll.rollout.rollout_batch`.
-        response_mask: [B, T].
-        config: the estimator and its settings.
-        inputs: see AdvantageInputs.
+    `scores` [B] are raw rewards, `groups` [B] int64 numbers of groups, as `group_ids` of `roll.rollout.rollout_batch`.
 
     Raises:
         ValueError: a score is not finite, there is no token, the turns are inconsistent with the rest of the batch, or

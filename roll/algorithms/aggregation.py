@@ -208,15 +208,5 @@ def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, scale: LossScale) -> T
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str, scale: LossScale) -> Tensor:
-    """The part of the batch's loss that one micro-batch contributes.
-
-    Args:
-        values: [b, T] per token; values outside the mask are ignored.
-        mask: [b, T] response mask.
-        mode: a name of LOSS_AGG_MODES.
-        scale: counts over the global batch.
-
-    Returns:
-        0-d tensor.
-    """
+    """The part of the batch's loss, 0-d, that the values [b, T] of a micro-batch contribute."""
     return LOSS_AGG_MODES[mode](values, mask, scale)

@@ -45,12 +45,8 @@ def off_policy_correction(
     A rejected token has no term in the loss but keeps its weight, except with `mode: mask`, which rejects the tokens
     whose weight is outside the bounds and sets that weight to 0.
 
-    Args:
-        log_probs: log p, or log pi in bypass mode [B, T].
-        behavior_log_probs: log mu [B, T].
-        response_mask: [B, T].
-        options: the configuration; the defaults keep every token with weight 1.
-        turn_index: [B, T] the turn of each token, for the levels of segments; None: a response is one turn.
+    `log_probs` is log p, or log pi in bypass mode, and `behavior_log_probs` log mu, both [B, T]; without `turn_index`
+    [B, T] a response is one turn.
     """
     mask = response_mask.bool()
     log_ratio = clamped_log_ratio(log_probs, behavior_log_probs, mask)
@@ -229,12 +225,8 @@ def diagnostics(
 ) -> dict[str, float]:
     """The correction metrics of one batch, over the response mask before rejection.
 
-    Args:
-        log_probs: log p [B, T], the proximal log-probs.
-        behavior_log_probs: log mu [B, T], as the engine returned them.
-        response_mask: [B, T].
-        weights: [B, T] importance weights that the loss uses; default the plain ratio e^l.
-        kept_mask: [B, T] tokens left after rejection; default all of the response mask.
+    `weights` [B, T] are those that the loss uses, by default the plain ratio e^l; `kept_mask` are the tokens left after
+    rejection, by default all.
     """
     scale = LossScale.of(response_mask, response_mask.shape[-1])
     sums = partial_sums(log_probs, behavior_log_probs, response_mask, scale, weights, kept_mask)
@@ -253,13 +245,7 @@ def partial_sums(
 
     Names ending in `_max` are combined by max over micro-batches, all others by sum.
 
-    Args:
-        log_probs: log p or log pi [b, T].
-        behavior_log_probs: log mu [b, T].
-        response_mask: [b, T].
-        scale: counts over the global batch.
-        weights: [b, T]; default the plain ratio e^l.
-        kept_mask: [b, T]; default the response mask.
+    Arguments are as for `diagnostics`, with the counts over the global batch.
     """
     mask = response_mask.bool()
     difference = _log_ratio(log_probs, behavior_log_probs, mask)

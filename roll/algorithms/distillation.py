@@ -7,7 +7,7 @@ pass gives its own log-probs of the same tokens, with gradient. All other tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -144,3 +144,11 @@ def top_k_divergence(policy: Tensor, teacher: Tensor, known: Tensor, divergence:
     if divergence == "forward":
         return (q * (teacher - policy)).sum(-1) + rest_q * (rest_q.log() - rest_p.log())
     return (p * (policy - teacher)).sum(-1) + rest_p * (rest_p.log() - rest_q.log())
+
+
+def teacher_divergence(micro: Mapping[str, Tensor], options: DistillationOptions) -> tuple[Tensor, Tensor]:
+    """The divergence of `opd_divergence` and the probability of the teacher's tokens at each position, both [b, T]."""
+    teacher, known = micro[TEACHER_TOP_LOG_PROBS], micro[TEACHER_TOP_IDS] >= 0
+    policy, beta = micro[POLICY_TOP_LOG_PROBS], options.opd_jsd_beta
+    mass = torch.where(known, teacher.exp(), 0.0).sum(-1)
+    return top_k_divergence(policy, teacher, known, options.opd_divergence, beta), mass

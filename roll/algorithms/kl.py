@@ -49,10 +49,7 @@ def absolute(log_ratio: Tensor) -> Tensor:
 def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
     """Per-token estimate of KL(pi || ref), shaped like its inputs, differentiable in `log_probs`.
 
-    Args:
-        log_probs: log pi of the sampled tokens.
-        ref_log_probs: log-probs of the same tokens under the reference.
-        estimator: a name of KL_ESTIMATORS (`kl_penalty` in the reward, `kl_loss_type` in the loss).
+    `estimator` is a name of KL_ESTIMATORS (`kl_penalty` in the reward, `kl_loss_type` in the loss).
     """
     return KL_ESTIMATORS[estimator](log_probs - ref_log_probs)
 

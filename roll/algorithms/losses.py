@@ -3,10 +3,12 @@
 The learner of a pipeline names its loss in `meta_info["loss"]` of the batch; that of RL names `policy`, which computes
 the `pg_variant` of `roll.algorithms.policy_loss`.
 
-A loss is `loss(log_probs, entropy, micro, scale, config) -> (loss, metrics)`; that of a critic or reward model is given
-its values and no entropy. Every term is divided by counts over the global batch, so the losses of all micro-batches on
-all data-parallel ranks sum to the loss of the batch. A metric whose name ends in `_max` is reduced by max, every other
-one by sum.
+A loss is `loss(log_probs, entropy, micro, scale, config) -> (0-d loss, metrics)`: log pi [b, T] with gradient, the
+entropy [b, T] or None, the tensors of a micro-batch, the counts over the global batch, and its settings. A critic or
+reward model gives its values and no entropy. Every term is divided by the counts, so the losses of all micro-batches
+on all data-parallel ranks sum to the loss of the batch. A metric whose name ends in `_max` is reduced by max, every
+other one by sum. In a batch of P pairs, rows 2 i and 2 i + 1 are the better and the worse response; a last row without
+a partner is ignored, and `scale.sequences` is twice the pairs.
 """
 
 from __future__ import annotations
@@ -21,12 +23,7 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max, masked_mean
 from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
-from roll.algorithms.distillation import (
-    POLICY_TOP_LOG_PROBS,
-    TEACHER_TOP_IDS,
-    TEACHER_TOP_LOG_PROBS,
-    top_k_divergence,
-)
+from roll.algorithms.distillation import teacher_divergence
 from roll.algorithms.kl import k3, kl_divergence
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens, TokenLosses
 from roll.algorithms.policy_options import PolicySettings, losses_of
@@ -41,18 +38,7 @@ LOSSES: Registry[Loss] = Registry("loss")
 def sft(
     log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean negative log-likelihood of the answer tokens: -sum log pi / N_tok.
-
-    Args:
-        log_probs: [b, T] with gradient.
-        entropy: [b, T], reported; or None.
-        micro: `response_mask` [b, T], set on the answer tokens.
-        scale: counts over the global batch.
-        config: unused; this loss has no settings.
-
-    Returns:
-        The 0-d loss, and the metric `entropy` (mean over tokens) if it was given.
-    """
+    """Mean negative log-likelihood of the answer tokens, those of `response_mask`: -sum log pi / N_tok."""
     mask = micro["response_mask"]
     metrics = {} if entropy is None else {"entropy": _token_mean(entropy, mask, scale)}
     return aggregate(-log_probs, mask, "token-mean", scale), metrics
@@ -64,98 +50,40 @@ def policy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss pg + kl_loss_coef KL(pi || ref) - entropy_loss_coef H, each term aggregated by `loss_agg_mode`.
 
-    With `opd_top_k`, opd_kl_coef times the divergence to a teacher over its most likely tokens is added.
+    With `opd_top_k`, opd_kl_coef times the divergence to a teacher over its most likely tokens is added. Correction
+    weights multiply pg. Rejected tokens have no term at all and no part in the ratio of their response or turn, but
+    still count in the denominators unless `renormalize` is set (then `scale` must count only the kept tokens).
 
-    Correction weights multiply the policy term pg. Rejected tokens have no term at all and no part in the ratio of
-    their response or turn, but still count in the denominators unless `renormalize` is set (then `scale` must count
-    only the kept tokens).
-
-    Args:
-        log_probs: log pi [b, T] with gradient, from logits divided by the sampling temperature.
-        entropy: [b, T], with gradient if `entropy_loss_coef` is not 0; otherwise only reported, and may be None.
-        micro: tensors [b, T] unless stated otherwise: `response_mask`, `advantages`, and the base of the ratio
-            (`old_log_probs` or `behavior_log_probs`, see `pg_ratio_base`; none with `first_step`, where log p is
-            log pi); `ref_log_probs` with `use_kl_loss`; the three tensors [b, T, K] of `roll.algorithms.distillation`
-            with `opd_top_k`; `scores` [b] for the variants that use them; `turn_index` with `ratio_type: segment`; with
-            a correction `correction_weights` and `correction_kept`, or in bypass mode and with `first_step`
-            `behavior_log_probs`, from which they are computed here.
-        scale: counts over the global batch.
-        config: the variant and the coefficients.
-
-    Returns:
-        The 0-d loss, and the metrics `pg_loss`, `kl_loss` (aggregated like the loss, without its coefficient),
-        `entropy` (mean over tokens), `ratio_mean`, `ratio_max`, `ratio_deviation_max` (largest |r - 1|),
-        `clip_fraction` (of tokens), `policy_kl` (k3 of log pi - log base), `log_ratio_abs_mean` and
-        `log_ratio_abs_max` (|log pi - log base| of tokens), `log_ratio_beyond_p99` (share of tokens for which it is
-        above `p99_logprob_mismatch`, if that is set), `opsm_fraction` (tokens left out by `opsm_delta`); with
-        `opd_top_k` `opd_loss` (aggregated like the loss, without its coefficient) and `teacher_top_k_mass` (mean
-        probability of the teacher's tokens); in bypass mode also the partial sums of the correction metrics.
-
-    Raises:
-        ValueError: `entropy_loss_coef` is set without an entropy, or `ratio_type: segment` without `turn_index`.
-        KeyError: the variant is unknown, or `micro` lacks a tensor.
+    `micro` has `response_mask`, `advantages` and the base of the ratio [b, T], see `pg_ratio_base`; with their keys
+    `ref_log_probs`, the tensors of `roll.algorithms.distillation`, `scores` [b], `turn_index`, and `correction_weights`
+    with `correction_kept`, or the `behavior_log_probs` from which these are computed here.
     """
     mask = micro["response_mask"]
-    own = config.first_step and config.base_key == "old_log_probs"
-    base = log_probs.detach() if own else micro[config.base_key]
-    log_probs, base, advantages = (masked(x, mask) for x in (log_probs, base, micro["advantages"]))
+    log_probs = masked(log_probs, mask)
     correction = _correction(log_probs, micro, config)
-    kept = mask if correction is None else correction.kept
-    dropped = None
-    if config.correction.opsm_delta is not None:
-        behavior, delta = micro["behavior_log_probs"], config.correction.opsm_delta
-        dropped = off_policy_sequences(log_probs, behavior, advantages, mask, delta)
-        kept = kept & ~dropped
-    tokens = PolicyTokens(
-        log_probs, base, advantages, kept, micro.get("scores", None), micro.get("high_covariance", None)
-    )
+    tokens, dropped = _tokens(log_probs, micro, config, mask if correction is None else correction.kept)
     terms = token_losses(tokens, config, micro.get("turn_index", None))
-    losses = terms.loss.to(log_probs.dtype)
-    weighted = losses if correction is None else losses * correction.weights
-    ratio = torch.where(kept.bool(), terms.ratio, replace(tokens, log_probs=log_probs.detach(), mask=mask).ratio)
-    counted = kept if config.correction.renormalize else mask
+    counted = tokens.mask if config.correction.renormalize else mask
 
     def term(values: Tensor) -> Tensor:
-        return aggregate(masked(values, kept), counted, config.loss_agg_mode, scale)
+        return aggregate(masked(values, tokens.mask), counted, config.loss_agg_mode, scale)
 
-    loss = term(weighted)
-    log_ratio = masked(log_probs.detach() - base, counted)
-    metrics = {
-        "pg_loss": loss.detach(),
-        "ratio_mean": _token_mean(ratio, counted, scale),
-        "ratio_max": masked_max(ratio, counted),
-        "ratio_deviation_max": masked_max((ratio - 1).abs(), counted),
-        "clip_fraction": _token_mean(terms.clipped.to(log_probs.dtype), counted, scale),
-        "policy_kl": _token_mean(k3(log_ratio), counted, scale),
-        "log_ratio_abs_mean": _token_mean(log_ratio.abs(), counted, scale),
-        "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
-    }
+    losses = terms.loss.to(log_probs.dtype)
+    loss = term(losses if correction is None else losses * correction.weights)
+    metrics = {"pg_loss": loss.detach()} | _ratio_metrics(tokens, terms, mask, counted, scale, config)
     if dropped is not None:
         metrics["opsm_fraction"] = _token_mean(dropped.to(log_probs.dtype), mask, scale)
-    if config.p99_logprob_mismatch is not None:
-        beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
-        metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(log_probs.dtype), counted, scale)
     if config.bypass:
         weights = correction.weights if correction is not None and config.correction.weighted else None
-        metrics |= partial_sums(
-            log_probs,
-            micro["behavior_log_probs"],
-            mask,
-            scale,
-            weights,
-            None if correction is None else correction.kept,
-        )
+        kept = None if correction is None else correction.kept
+        metrics |= partial_sums(log_probs, micro["behavior_log_probs"], mask, scale, weights, kept)
     if config.use_kl_loss:
-        divergence = kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_loss_type)
-        kl = term(divergence)
-        loss = loss + config.kl_loss_coef * kl
-        metrics["kl_loss"] = kl.detach()
+        kl = term(kl_divergence(log_probs, masked(micro["ref_log_probs"], mask), config.kl_loss_type))
+        loss, metrics["kl_loss"] = loss + config.kl_loss_coef * kl, kl.detach()
     if config.opd_top_k is not None:
-        teacher, known = micro[TEACHER_TOP_LOG_PROBS], micro[TEACHER_TOP_IDS] >= 0
-        policy_top, beta = micro[POLICY_TOP_LOG_PROBS], config.opd_jsd_beta
-        distance = term(top_k_divergence(policy_top, teacher, known, config.opd_divergence, beta))
+        divergence, mass = teacher_divergence(micro, config)
+        distance = term(divergence)
         loss = loss + config.opd_kl_coef * distance
-        mass = torch.where(known, teacher.exp(), 0.0).sum(-1)
         metrics |= {"opd_loss": distance.detach(), "teacher_top_k_mass": _token_mean(mass, counted, scale)}
     if entropy is not None:
         metrics["entropy"] = _token_mean(entropy, counted, scale)
@@ -166,15 +94,52 @@ def policy(
     return loss, metrics
 
 
+def _tokens(
+    log_probs: Tensor, micro: Mapping[str, Tensor], config: PolicySettings, kept: Tensor
+) -> tuple[PolicyTokens, Tensor | None]:
+    """What the losses read, and the tokens that `opsm_delta` leaves out."""
+    mask, dropped = micro["response_mask"], None
+    own = config.first_step and config.base_key == "old_log_probs"
+    base, advantages = (
+        masked(log_probs.detach() if own else micro[config.base_key], mask),
+        masked(micro["advantages"], mask),
+    )
+    if config.correction.opsm_delta is not None:
+        behavior = micro["behavior_log_probs"]
+        dropped = off_policy_sequences(log_probs, behavior, advantages, mask, config.correction.opsm_delta)
+        kept = kept & ~dropped
+    scores, chosen = micro.get("scores", None), micro.get("high_covariance", None)
+    return PolicyTokens(log_probs, base, advantages, kept, scores, chosen), dropped
+
+
+def _ratio_metrics(
+    tokens: PolicyTokens, terms: TokenLosses, mask: Tensor, counted: Tensor, scale: LossScale, config: PolicySettings
+) -> dict[str, Tensor]:
+    """Of the ratio, the share of clipped tokens, and the distance to the base."""
+    current = tokens.log_probs.detach()
+    ratio = torch.where(tokens.mask.bool(), terms.ratio, replace(tokens, log_probs=current, mask=mask).ratio)
+    log_ratio = masked(current - tokens.base, counted)
+    metrics = {
+        "ratio_mean": _token_mean(ratio, counted, scale),
+        "ratio_max": masked_max(ratio, counted),
+        "ratio_deviation_max": masked_max((ratio - 1).abs(), counted),
+        "clip_fraction": _token_mean(terms.clipped.to(current.dtype), counted, scale),
+        "policy_kl": _token_mean(k3(log_ratio), counted, scale),
+        "log_ratio_abs_mean": _token_mean(log_ratio.abs(), counted, scale),
+        "log_ratio_abs_max": masked_max(log_ratio.abs(), counted),
+    }
+    if config.p99_logprob_mismatch is not None:
+        beyond = ~(log_ratio.abs() <= config.p99_logprob_mismatch)
+        metrics["log_ratio_beyond_p99"] = _token_mean(beyond.to(current.dtype), counted, scale)
+    return metrics
+
+
 def token_losses(tokens: PolicyTokens, config: PolicySettings, turn_index: Tensor | None = None) -> TokenLosses:
     """The losses of `pg_variant` with the ratio of `ratio_type`; of a mixture, the sum with its weights.
 
     The ratio of a mixture is that of its first loss that reads one, and a token counts as clipped if one loss clips it.
 
-    Args:
-        tokens: of the samples.
-        config: of the policy loss.
-        turn_index: [b, T]; needed with `ratio_type: segment`.
+    With `ratio_type: segment` it needs the turn of each token, `turn_index` [b, T].
     """
     parts: list[tuple[float, bool, TokenLosses]] = []
     for name, weight in losses_of(config.pg_variant).items():
@@ -207,15 +172,7 @@ def value(
     of the step: a value further than c from W has no gradient, unless it moves away from R. Source: Schulman et al.,
     the implementation of PPO (arXiv 1707.06347).
 
-    Args:
-        values: V [b, T] with gradient.
-        entropy: None; a critic has no logits.
-        micro: `response_mask`, `returns` R and `values` W [b, T].
-        scale: counts over the global batch.
-        config: the bound and the aggregation.
-
-    Returns:
-        The 0-d loss, and the metrics `clip_fraction` (of tokens) and `value_mean`.
+    `micro` has `response_mask`, `returns` R and `values` W [b, T].
     """
     mask = micro["response_mask"]
     values, returns, old = (masked(x, mask) for x in (values, micro["returns"], micro["values"]))
@@ -249,17 +206,8 @@ def dpo(
     `sft_loss_coef` adds the negative log-likelihood of a token of the better responses (RPO, arXiv
     2404.19733).
 
-    Args:
-        log_probs: log pi [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair.
-            A last row without a partner is ignored.
-        entropy: [2 P, T], reported; or None.
-        micro: `response_mask`, `ref_log_probs` [2 P, T]; with `kto_pair` also `pair_kl` [2 P], see that function.
-        scale: counts over the global batch; its `sequences` are twice the pairs.
-        config: f and its coefficients.
-
-    Returns:
-        The 0-d loss, and the metrics `accuracy` (share of m > 0), `margin` (beta m), `chosen_reward` and
-        `rejected_reward` (beta s), means over pairs, and `entropy` (mean over tokens) if it was given.
+    `micro` has `response_mask`, `ref_log_probs` [2 P, T]; with `kto_pair` also `pair_kl` [2 P]. The metrics `margin`
+    (beta m), `chosen_reward` and `rejected_reward` (beta s) are means over pairs.
     """
     pairs, mask = max(scale.sequences / 2, 1.0), micro["response_mask"]
     better, worse = _better_and_worse(_gains(log_probs, micro, config))
@@ -289,10 +237,7 @@ def pair_kl(log_probs: Tensor, batch: Mapping[str, Tensor], config: DPOOptions) 
     For a better response it is the mean gain of the worse responses, for a worse one that of the better ones, each at
     least 0 (arXiv 2402.01306, as in TRL's `kto_pair`). It has no gradient.
 
-    Args:
-        log_probs: [2 P, T] of the policy, for all pairs of an optimizer step: the means are over these rows.
-        batch: `response_mask`, `ref_log_probs` [2 P, T].
-        config: of the loss.
+    `log_probs` [2 P, T] are for all pairs of an optimizer step: the means are over these rows.
     """
     better, worse = (gains.mean().clamp(min=0) for gains in _better_and_worse(_gains(log_probs, batch, config)))
     return torch.stack([worse, better]).detach().repeat(len(log_probs) // 2)
@@ -314,17 +259,7 @@ def bradley_terry(
     As the loss of a reward model: arXiv 2203.02155, equation 1. `center_rewards_coefficient` times the mean of
     (r_better + r_worse)^2 is added (arXiv 2312.09244, equation 2).
 
-    Args:
-        values: [2 P, T] with gradient; rows 2 i and 2 i + 1 are the better and the worse response of a pair. A last row
-            without a partner is ignored.
-        entropy: None; a reward model has no logits.
-        micro: `response_mask` [2 P, T], set on the one token of a row whose value is its reward r.
-        scale: counts over the global batch; its `sequences` are twice the pairs.
-        config: the coefficient.
-
-    Returns:
-        The 0-d loss, and the metrics `accuracy` (share of pairs with r_better > r_worse), `margin` (their difference),
-        `chosen_reward` and `rejected_reward`, means over pairs.
+    `response_mask` [2 P, T] is set on the one token of a row whose value is its reward r.
     """
     pairs = max(scale.sequences / 2, 1.0)
     better, worse = _better_and_worse(masked(values, micro["response_mask"]).sum(-1))

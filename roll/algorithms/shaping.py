@@ -39,12 +39,7 @@ def length_penalties(
 ) -> LengthPenalties:
     """The sum of `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`.
 
-    Args:
-        scores: [B] raw rewards, which say whether a response is correct.
-        lengths: [B] int64, response tokens.
-        groups: [B] int64 group numbers.
-        episodes: of the batch.
-        config: the keys.
+    The raw rewards, `scores` [B], say whether a response is correct.
     """
     total = overlong_penalty(lengths, config)
     metrics: dict[str, float] = {}
@@ -89,11 +84,6 @@ def length_reward(lengths: Tensor, correct: Tensor, groups: Tensor) -> Tensor:
     l = 0.5 - (length - shortest) / (longest - shortest) over the group; a correct response gets l, another one
     min(0, l), so that a wrong answer gains nothing by being short. 0 where all lengths of a group are equal. Source:
     Kimi k1.5 (arXiv 2501.12599) section 2.3.3.
-
-    Args:
-        lengths: [E] int64, response tokens.
-        correct: [E] bool.
-        groups: [E] int64 group numbers from 0.
     """
     tokens = lengths.float()
     size = int(groups.max()) + 1 if groups.numel() else 0
@@ -292,13 +282,7 @@ def sample_weights(
     With both on, a factor is the product of the two, divided by its mean over the episodes that stay in the loss. None
     with both off.
 
-    Args:
-        scores: [B] raw rewards.
-        groups: [B] int64 group numbers.
-        lengths: [B] int64, response tokens.
-        learned: [B] bool, samples that stay in the loss; None: all.
-        episodes: of the batch.
-        config: the keys.
+    `learned` [B] are the samples that stay in the loss; None: all.
     """
     found: list[Tensor] = []
     metrics: dict[str, float] = {}
@@ -336,13 +320,6 @@ def difficulty_weights(
     w = easy + (hard - easy) d with d = 1 - clip(mean score of the group, 0, 1), divided by the mean of w over the
     episodes that stay in the loss, so that the size of an update does not depend on how difficult a batch is. Without
     a weight above 0 among these, all are 0. Padding has weight 0.
-
-    Args:
-        scores: [B] raw rewards.
-        groups: [B] int64 group numbers.
-        learned: [B] bool, samples that stay in the loss; None: all.
-        episodes: of the batch.
-        config: `difficulty_weight_easy` and `difficulty_weight_hard`.
     """
     means = group_mean(episodes.per_episode(scores), episodes.group_numbers(groups))
     difficulty = 1 - means.clamp(0, 1)
@@ -364,12 +341,6 @@ def length_weights(
 
     w = short + (long - short) p with p = (length - shortest) / (longest - shortest) over the episodes that stay in the
     loss, divided by the mean of w over these. Where they have one length, all weights are 1. Padding has weight 0.
-
-    Args:
-        lengths: [B] int64, response tokens.
-        learned: [B] bool, samples that stay in the loss, cut to the range of whose lengths the others are; None: all.
-        episodes: of the batch.
-        config: `length_weight_short` and `length_weight_long`.
     """
     tokens = episodes.sum_samples(lengths).float()
     kept = tokens if learned is None else tokens[episodes.per_episode(learned)]

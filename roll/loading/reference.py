@@ -1,17 +1,21 @@
-"""Generates docs/configuration.md, the reference of every key: `python -m roll.loading.reference`."""
+"""Generates docs/configuration.md, the reference of every key, and the tables of docs/algorithms.md.
+
+Run `python -m roll.loading.reference`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.base.schema import Key, describe, keys_by_path, known_keys, section_of
+from roll.algorithms.registry import Algorithm
+from roll.base.schema import Key, declared, describe, keys_by_path, known_keys, section_of
 from roll.configs.devices.sglang_options import OWNED
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
@@ -21,6 +25,9 @@ from roll.models.families.registry import architectures, template_names
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
+
+ALGORITHMS = PATH.with_name("algorithms.md")
+"""The page with the tables of losses and estimators."""
 
 INTRODUCTION = """# Configuration
 
@@ -127,9 +134,28 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_algorithms(page: str) -> str:
+    """docs/algorithms.md with the tables of losses and estimators, between `<!-- KEY -->` and `<!-- end -->`."""
+    tables: dict[str, Mapping[str, Algorithm]] = {"pg_variant": POLICY_LOSSES, "adv_estimator": ADV_ESTIMATORS}
+    for key, registry in tables.items():
+        table = _table((f"`{key}`", "formula", "source", "keys"), map(_algorithm_row, registry.values()))
+        before, mark, rest = page.partition(f"<!-- {key} -->\n\n")
+        page = before + mark + table + "\n" + rest[rest.index("<!-- end -->") :]
+    return page
+
+
+def _algorithm_row(algorithm: Algorithm) -> tuple[str, ...]:
+    """Name, first paragraph and source of the docstring of the formula, and own keys."""
+    text = re.sub(r"\s*\n\s*", " ", (algorithm.formula.__doc__ or "").partition("\n\n")[0])
+    whole = re.sub(r"\s+", " ", algorithm.formula.__doc__ or "")
+    source = re.search(r"Source: (.*?)\.(?= Raises:| Returns:| Like| $|$)", whole)
+    keys = declared(algorithm.options) if is_dataclass(algorithm.options) else ()
+    return f"`{algorithm.name}`", text.rstrip("."), source[1] if source else "", ", ".join(f"`{key}`" for key in keys)
+
+
 def main() -> int:
-    PATH.parent.mkdir(exist_ok=True)
     PATH.write_text(render(), encoding="utf-8")
+    ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

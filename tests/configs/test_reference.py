@@ -8,11 +8,13 @@ import sys
 from roll.base.schema import known_keys
 from roll.configs.devices.sglang_options import OWNED, server_options
 from roll.loading.load import PIPELINES
-from roll.loading.reference import PATH, render
+from roll.loading.reference import ALGORITHMS, PATH, render, render_algorithms
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_pages_are_up_to_date() -> None:
     assert PATH.read_text() == render(), "run: python -m roll.loading.reference"
+    page = ALGORITHMS.read_text()
+    assert page == render_algorithms(page), "run: python -m roll.loading.reference"
 
 
 def test_every_key_has_a_help_text() -> None:
