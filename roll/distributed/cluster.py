@@ -125,7 +125,6 @@ class Cluster(ClusterClient[WorkerT]):
         return process_name(self.role, rank, self._slots[rank][node_rank].node, node_rank)
 
     def initialize(self) -> RemoteCall[list[None]]:
-        """Starts the engines of all workers."""
         ranks = range(self.world_size)
         return self._call("initialize", dict.fromkeys(ranks, ()), ranks)
 
@@ -205,7 +204,6 @@ class Cluster(ClusterClient[WorkerT]):
 
     @property
     def nodes(self) -> set[int]:
-        """Indices of the nodes its workers run on."""
         return {slot.node for slots in self._slots for slot in slots}
 
     @functools.cached_property
@@ -349,7 +347,6 @@ class WorkerActor:
         print_to(log_file)
 
     def process_id(self) -> int:
-        """Id of the worker's process."""
         return os.getpid()
 
     def hold_port(self, address: str) -> int:
@@ -388,7 +385,6 @@ class ConcurrentWorkerActor(RpcActor, WorkerActor):
         RpcActor.__init__(self, self.call)
 
     async def process_id(self) -> int:  # type: ignore[override]
-        """Id of the worker's process."""
         return os.getpid()
 
     async def call(self, method: str, keep: bool, *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,6 @@ class ProcessWatch:
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Looks no more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

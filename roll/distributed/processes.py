@@ -59,7 +59,6 @@ def import_path() -> str:
 
 
 def log_file(config: ProcessOptions, name: str) -> str:
-    """Path of the log of the process called `name`."""
     folder = Path(config.logging_dir or Path(config.output_dir) / "logs").absolute()
     return str(folder / f"{name}.log")
 
@@ -158,7 +157,6 @@ def how_ended(name: str) -> str:
 
 
 def kill(process_id: int) -> None:
-    """Kills a process, if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGKILL)
 

@@ -81,7 +81,6 @@ def visible_devices(local_devices: Sequence[int], gpus: Sequence[str]) -> str:
 
 
 def nodes_needed(roles: Mapping[str, Sequence[int]], devices_per_node: int) -> int:
-    """Number of nodes, up to the one with the highest device."""
     return max((max(devices) // devices_per_node + 1 for devices in roles.values() if devices), default=0)
 
 
@@ -126,15 +125,12 @@ class ResourceManager:
         self.nodes = self._locate()
 
     def device_slots(self, role: str, workers: int) -> list[tuple[DeviceSlot, ...]]:
-        """The devices of each of the role's workers, by node."""
         return device_slots(role, self.roles[role], workers, self.devices_per_node)
 
     def cores(self, slot: DeviceSlot) -> tuple[int, ...]:
-        """Core ids the worker on `slot` is pinned to."""
         return cores_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].topology)
 
     def threads(self, slot: DeviceSlot) -> int:
-        """Compute threads of the worker on `slot`."""
         return threads_of(slot.local_devices, self.devices_per_node, self.nodes[slot.node].topology)
 
     def scheduling(self, slot: DeviceSlot) -> PlacementGroupSchedulingStrategy:
@@ -156,7 +152,6 @@ class ResourceManager:
         return [index for index, node in enumerate(self.nodes) if node.node_id not in alive]
 
     def release(self) -> None:
-        """Releases the devices."""
         remove_placement_group(self._group)
 
     def table(self) -> str:

@@ -114,12 +114,10 @@ class WorkerRank:
 
     @property
     def name(self) -> str:
-        """Role and rank, such as `actor_train-0`."""
         return f"{self.role}-{self.rank}"
 
     @property
     def process_name(self) -> str:
-        """Name of the process and of its log; see `process_name`."""
         return process_name(self.role, self.rank, self.node, self.node_rank)
 
     def environment(self) -> dict[str, str]:
@@ -134,7 +132,6 @@ class WorkerRank:
 
 
 def process_name(role: str, rank: int, node: int, node_rank: int) -> str:
-    """Name of a process and of its log, such as `actor_infer-0`; on a further node it ends in the node's index."""
     return f"{role}-{rank}" + (f"-node-{node}" if node_rank else "")
 
 

@@ -81,7 +81,6 @@ def _starts_at_zero(rule: WeightRule, config: ModelShape) -> bool:
 
 
 def rules_of(model: Any, config: ModelShape) -> list[WeightRule]:
-    """The rules of the parameters of this stage."""
     layers = model.decoder.layers
     first_layer = layers[0].layer_number - 1
     return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process)

@@ -127,7 +127,6 @@ class AdmissionSettings:
 
     @cached_property
     def staleness_limit(self) -> int:
-        """`max_staleness`, or its default."""
         return self.versions_ahead if self.max_staleness is None else self.max_staleness
 
 
@@ -141,7 +140,6 @@ class PauseReasons:
         return bool(self._counts)
 
     def add(self, reason: str) -> None:
-        """Adds a reason."""
         self._counts[reason] += 1
 
     def remove(self, reason: str) -> None:

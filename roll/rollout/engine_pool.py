@@ -223,17 +223,14 @@ class _SentRequests:
         self._balancer.add(engine, _tokens(self.requests[index]))
 
     def finish(self, indices: Collection[int]) -> None:
-        """Removes these requests from the load of their engines."""
         for index in indices:
             if index in self._engines:
                 self._balancer.remove(self._engines.pop(index), _tokens(self.requests[index]))
 
     def end(self) -> None:
-        """Removes all requests from the load of their engines."""
         self.finish(list(self._engines))
 
     def engine_of(self, index: int) -> int:
-        """The engine that has this request."""
         return self._engines[index]
 
     def parts(self) -> list[list[int]]:
@@ -272,7 +269,6 @@ class Balancer:
         return self._winners[1]
 
     def add(self, engine: int, tokens: int) -> None:
-        """Adds a request of so many tokens to the load of an engine."""
         self._set(engine, self._tokens[engine] + tokens)
 
     def remove(self, engine: int, tokens: int) -> None:
@@ -286,15 +282,12 @@ class Balancer:
         self._set(engine, self._tokens[engine] - tokens)
 
     def outstanding(self, engine: int) -> int:
-        """Outstanding tokens of an engine."""
         return self._tokens[engine]
 
     def is_available(self, engine: int) -> bool:
-        """Whether an engine may be chosen."""
         return not self._down[engine]
 
     def set_available(self, engine: int, available: bool) -> None:
-        """Sets whether an engine may be chosen."""
         self._down[engine] = not available
         self._set(engine, self._tokens[engine])
 

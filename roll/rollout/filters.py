@@ -68,7 +68,6 @@ class StarvationLimit:
         self._kept = 0
 
     def count_kept(self) -> None:
-        """Counts a group that passed the filter."""
         self._kept += 1
 
     def count_filtered(self, reason: str, filter_name: str = "query_filter_config") -> str | None:
@@ -93,6 +92,5 @@ class StarvationLimit:
         )
 
     def reset(self) -> None:
-        """Starts counting again, for the next batch."""
         self._filtered.clear()
         self._kept = 0

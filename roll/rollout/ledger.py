@@ -39,12 +39,10 @@ class Ledger:
     dropped: Counter[str] = field(default_factory=Counter)
 
     def submit(self, count: int = 1) -> None:
-        """Records prompts that are sent to the engines."""
         self.submitted += count
         self.in_flight += count
 
     def finish(self, count: int = 1) -> None:
-        """Records prompts that are generated and scored, and wait to be consumed."""
         self.in_flight -= count
         self.buffered += count
         self.check()
@@ -69,7 +67,6 @@ class Ledger:
 
     @property
     def dropped_total(self) -> int:
-        """Prompts dropped for any reason."""
         return sum(self.dropped.values())
 
     def check(self) -> None:
@@ -205,15 +202,12 @@ class Deadlines:
         self._ready: Counter[int] = Counter()
 
     def submit(self, deadline: int, count: int = 1) -> None:
-        """Records prompts that start to run."""
         self._outstanding[deadline] += count
 
     def finish(self, deadline: int) -> None:
-        """Records that a running prompt became ready."""
         self._ready[deadline] += 1
 
     def drop_running(self, deadline: int) -> None:
-        """Records that a running prompt was dropped."""
         self._lower(self._outstanding, deadline)
 
     def remove_ready(self, deadline: int) -> None:

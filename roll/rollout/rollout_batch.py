@@ -54,7 +54,6 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
         return self.turns[-1].end if self.turns else 2
 
 

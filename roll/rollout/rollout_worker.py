@@ -90,7 +90,6 @@ class RolloutWorker(ABC):
         return self.validation_metrics(groups) | {"val/replayed_groups": float(replayed)}
 
     def validation_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`val/...` of complete groups."""
         return validation_metrics(groups)
 
     def batch(self, groups: Sequence[Group]) -> Batch:

@@ -69,7 +69,6 @@ class BusyTimer:
         self._busy = self._interval_busy = 0.0
 
     def enter(self, now: float) -> None:
-        """Records that one activity begins."""
         self._advance(now)
         self._active += 1
 

@@ -215,12 +215,10 @@ class Trajectory:
 
     @property
     def score(self) -> float:
-        """Sum of the rewards of all turns."""
         return sum(turn.reward for turn in self.turns)
 
     @property
     def sampled_versions(self) -> list[int]:
-        """Weight version of each sampled token, in order."""
         return list(chain.from_iterable(self.versions[turn.start : turn.end] for turn in self.turns))
 
     @property
@@ -234,7 +232,6 @@ class Trajectory:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
-        """Restores `state_dict`."""
         return cls(**{**state, "turns": [Turn(**turn) for turn in state["turns"]]})
 
 
@@ -268,12 +265,10 @@ class Group:
     version: int | None = field(default=None, compare=False)
 
     def drop(self, reason: str, failure: str) -> None:
-        """Marks the group as one that cannot be learned from."""
         self.trajectories, self.greedy, self.drop_reason, self.failure = [], None, reason, failure
 
     @property
     def scores(self) -> list[float]:
-        """Raw reward of each trajectory."""
         return [trajectory.score for trajectory in self.trajectories]
 
     @property

@@ -71,7 +71,6 @@ class Failure:
 
 
 def failure_of(rank: int, error: Exception) -> Failure:
-    """An exception that the worker of this rank raised."""
     text = "".join(traceback.format_exception(error))
     inner = error if isinstance(error, ClusterError) else None
     return Failure(rank, time.time(), type(error).__name__, str(error), text, isinstance(error, RunError), inner)

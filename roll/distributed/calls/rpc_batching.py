@@ -240,6 +240,5 @@ class RpcClient:
 
 
 def rpc_client(actor: Any) -> RpcClient:
-    """A client of a Ray actor whose class is an `RpcActor`."""
     transport = ActorTransport(actor)
     return RpcClient(transport.submit, transport.collect)

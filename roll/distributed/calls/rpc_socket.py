@@ -82,12 +82,10 @@ class Connection(asyncio.Protocol):
                 self._unread(MessageError("".join(traceback.format_exception(error))))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone."""
         self._transport = None
         self._lost()
 
     def close(self) -> None:
-        """Ends the connection."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -142,7 +142,6 @@ class EngineMonitor:
         return [engine for engine, state in enumerate(self.states) if state in states]
 
     def start(self) -> None:
-        """Begins to watch the engines, which have started."""
         for engine in range(self._infer.world_size):
             self._run(self._watch(engine))
 
@@ -241,7 +240,6 @@ class EngineMonitor:
         }
 
     def health(self) -> dict[str, str]:
-        """State of each engine by name."""
         return {self._name(engine): state.value for engine, state in enumerate(self.states)}
 
     def _name(self, engine: int) -> str:

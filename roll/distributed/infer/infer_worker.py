@@ -309,7 +309,6 @@ class InferWorker(Worker):
 
     @register()
     async def process_ids(self) -> list[int]:
-        """Ids of the worker's process and of its engine's."""
         return [os.getpid(), *(self._engine.processes() if self._engine is not None else [])]
 
     def close(self) -> None:
@@ -328,7 +327,6 @@ class EngineClient:
 
     @property
     def world_size(self) -> int:
-        """Number of engines."""
         return self.client.world_size
 
     async def generate(self, rank: int, requests: list[GenerateRequest], /) -> list[GenerateResult]:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -41,7 +42,7 @@ from roll.hub.names import local_model
 from roll.models.families.hf_config import read_positions
 from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
-from roll.usercode.stopped import is_stopped
+from roll.usercode.stopped import StopTimes, is_stopped
 
 T = TypeVar("T")
 
@@ -200,7 +201,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not died since."""
         return self._death is not None and not self._death.done()
 
     def check_running(self) -> None:
@@ -211,17 +211,15 @@ class Engine:
             raise EngineNotRunningError(f"{self.name}: {self._death.result()}")
 
     def processes(self) -> list[int]:
-        """Ids of the engine's processes that still run."""
         return [process.pid for process in self._processes if is_alive(process)]
 
     async def _kill_stopped(self) -> None:
         """Kills processes that a signal has stopped for STOPPED_S while the engine starts: its start waits for them."""
-        stopped: dict[psutil.Process, int] = {}
+        stop_times: StopTimes[int] = StopTimes(STOPPED_S)
         while True:
-            stopped = {each: stopped.get(each, 0) + 1 for each in _child_processes() if is_stopped(each.pid)}
-            for process, times in stopped.items():
-                if times * WATCH_INTERVAL_S >= STOPPED_S:
-                    kill(process.pid)
+            stopped = [process.pid for process in _child_processes() if is_stopped(process.pid)]
+            for process_id in stop_times.overdue(time.monotonic(), stopped):
+                kill(process_id)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _watch(self) -> None:
@@ -229,11 +227,10 @@ class Engine:
 
         A scheduler that was stopped by a signal for STOPPED_S counts as dead.
         """
-        stopped: dict[int, int] = {}
+        stop_times: StopTimes[int] = StopTimes(STOPPED_S)
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
-            stopped = {process: stopped.get(process, 0) + 1 for process in self._schedulers if is_stopped(process)}
-            if any(times * WATCH_INTERVAL_S >= STOPPED_S for times in stopped.values()):
+            if stopped := stop_times.overdue(time.monotonic(), [*filter(is_stopped, self._schedulers)]):
                 return self.died(f"process {min(stopped)} of the engine is stopped by a signal")
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:

@@ -20,7 +20,6 @@ class LearningRate:
 
     @classmethod
     def of(cls, arguments: TrainingArguments, total_steps: int) -> LearningRate:
-        """The schedule of a run with that many optimizer steps."""
         warmup = arguments.warmup_steps or math.ceil(arguments.warmup_ratio * total_steps)
         shape = arguments.lr_scheduler_type
         return cls(arguments.learning_rate, arguments.min_learning_rate, shape, warmup, total_steps)

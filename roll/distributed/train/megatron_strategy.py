@@ -409,7 +409,6 @@ def join_process_group(
 
 
 def leave_process_group() -> None:
-    """Undoes `join_process_group`."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

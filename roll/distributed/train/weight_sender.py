@@ -112,7 +112,6 @@ class WeightSender:
 
     @property
     def stage(self) -> int:
-        """Pipeline stage of this rank."""
         return self.rank.coordinates.pipeline
 
     @property
@@ -122,7 +121,6 @@ class WeightSender:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank is the source rank of its stage."""
         return self.takes_part and self.rank.coordinates.tensor == 0
 
     def describe_weights(self) -> StageSource | None:

@@ -33,12 +33,10 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors."""
         return sum(spec_bytes(spec) for spec in self.specs)
 
     @property
     def dtype(self) -> str:
-        """The dtype of all tensors."""
         return self.specs[0].dtype
 
 

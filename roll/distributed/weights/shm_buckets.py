@@ -57,7 +57,6 @@ class ShmBuckets:
 
     @classmethod
     def open(cls, addresses: list[str]) -> ShmBuckets:
-        """The memory that another process created."""
         return cls([SharedMemory.open(address) for address in addresses])
 
     def bucket(self, index: int, bucket: Bucket) -> torch.Tensor:

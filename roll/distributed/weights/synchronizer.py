@@ -220,7 +220,6 @@ class WeightSynchronizer:
             await asyncio.gather(task, return_exceptions=True)
 
     def health(self) -> dict[str, str]:
-        """State of each engine by name."""
         return self._monitor.health()
 
     async def _update_restarted(self) -> None:

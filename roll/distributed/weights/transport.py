@@ -49,7 +49,6 @@ class Transport(ABC):
         """After a failure: frees ranks and engines that wait for each other; `connect` then starts again."""
 
     def buckets(self) -> list[list[Bucket]]:
-        """Buckets of each stage."""
         return [make_buckets(source.specs, self._bucket_bytes) for source in self.sources]
 
     def checksum_ranks(self, checksums: bool) -> int:
@@ -76,7 +75,6 @@ def register_transport(name: str) -> Callable[[TransportT], TransportT]:
 
 
 def shares_devices(train: Cluster[TrainWorker], infer: Cluster[InferWorker]) -> bool:
-    """Whether both clusters own some of the same devices."""
     return not set(train.config.device_mapping).isdisjoint(infer.config.device_mapping)
 
 
@@ -86,6 +84,5 @@ def on_cpu(cluster: Cluster[TrainWorker]) -> bool:
 
 
 def total(results: Sequence[SendResult]) -> Transfer:
-    """What all senders sent together."""
     checksums = {name: value for result in results for name, value in result.checksums.items()}
     return Transfer(sum(result.num_bytes for result in results), checksums)

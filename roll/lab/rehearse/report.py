@@ -208,7 +208,6 @@ def summary_of(made: Sequence[Part], changes: Sequence[Change], seconds: float) 
 
 
 def verdict(made: Sequence[Part]) -> str:
-    """The report in one sentence."""
     lost = [f"{text} ({finding.name})" for finding in made for text in finding.not_exercised]
     passed = "every part" if all(finding.passed for finding in made) else "not every part"
     return f"{passed} was exercised" + (f", except {', '.join(lost)}" if lost else "")

@@ -72,7 +72,6 @@ class RunRecord:
         return self.exit_code == 0 and self.status == "finished"
 
     def values(self, metric: str) -> list[float]:
-        """The values of a metric, in the order of the lines that have it."""
         return [line[metric] for line in self.lines if line.get(metric) is not None]
 
 

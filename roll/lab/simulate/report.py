@@ -106,7 +106,6 @@ def _cells(candidate: Candidate) -> list[str]:
 
 
 def split_text(split: DeviceSplit) -> str:
-    """Devices of generation and training, `2 : 6`, or `8 shared`."""
     return f"{split.infer_devices} shared" if split.shared else f"{split.infer_devices} : {split.train_devices}"
 
 

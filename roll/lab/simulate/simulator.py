@@ -33,7 +33,6 @@ class DecodeSpeed:
     doubling_batch: float = math.inf
 
     def iteration(self, batch: int) -> float:
-        """Seconds of one iteration with `batch` requests."""
         return self.seconds * (1 + batch / self.doubling_batch)
 
 

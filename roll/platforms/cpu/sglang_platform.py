@@ -85,12 +85,10 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         return int(psutil.virtual_memory().total)
 
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
-        """Bytes of main memory in use by all processes."""
         memory = psutil.virtual_memory()
         return float(memory.total - memory.available)
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-        """Free and total bytes of main memory."""
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 

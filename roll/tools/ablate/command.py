@@ -46,7 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs `roll ablate` and returns its exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     trials = make_grid(arguments.variants, arguments.ratios, arguments.seeds)
     return Ablation(arguments.config, trials, arguments.out, arguments.overrides, arguments.target).run()

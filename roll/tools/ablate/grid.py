@@ -57,7 +57,6 @@ class Trial:
 
 
 def format_exact(number: float) -> str:
-    """The shortest text that parses to the same number."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 

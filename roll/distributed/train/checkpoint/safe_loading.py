@@ -53,7 +53,6 @@ class _MetadataReader(pickle._Unpickler):  # in Python: that in C sets attribute
     memo: dict[int, Any]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Refuses what is not in METADATA_CLASSES."""
         if name not in METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return super().find_class(module, name)
