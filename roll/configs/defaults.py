@@ -13,7 +13,7 @@ from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig
 from roll.configs.learning.rounding import mismatch_bounds
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
+from roll.configs.pipeline import BaseConfig, LearnerOptions, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.built_in_rewards import BUILT_IN, built_in_of, scoring_role
 from roll.hub.generated import held_out, is_generated
@@ -157,7 +157,7 @@ def _fill_in_timeout(config: RLConfig) -> None:
     config.actor_infer.generation_timeout_s = min(max(config.actor_infer.generation_timeout_s, seconds), whole)
 
 
-def default_mismatch(config: RLConfig) -> dict[str, float | None]:
+def default_mismatch(config: LearnerOptions) -> dict[str, float | None]:
     """The bounds of `mismatch_bounds`, for a large model where the run's is not on this machine yet."""
     shape = None
     with contextlib.suppress(UnsupportedModel):  # `check_models` reports it

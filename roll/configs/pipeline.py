@@ -16,9 +16,9 @@ from roll.algorithms.policy_options import PolicyOptions, PolicySettings, proxim
 from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
 from roll.algorithms.registry import UserOptions
 from roll.algorithms.shaping_options import SampleMaskOptions
-from roll.base.schema import Condition, Source, internal, needs, one_or_many, option, part
+from roll.base.schema import Condition, needs, one_or_many, option, part
 from roll.configs.arguments import LONGEST_SAMPLING_MASK
-from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, versions_ahead
+from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
 from roll.configs.roles import (
     DEVICE_ROLES,
     ActorInferConfig,
@@ -30,11 +30,11 @@ from roll.configs.roles import (
     TrainedRoleConfig,
     ValidationConfig,
 )
-from roll.configs.run_options import EngineOptions, RolloutOptions, TrainerOptions
+from roll.configs.run_options import EngineOptions, LoopOptions, RolloutOptions, TrainerOptions
 from roll.configs.scoring.built_in_rewards import scoring_role
 from roll.configs.scoring.rewards import RewardConfig
 from roll.configs.scoring.scoring_roles import JudgeConfig, RewardEngineConfig, RewardModelRoleConfig
-from roll.configs.trackers import TrackerName
+from roll.configs.trackers import TrackerOptions
 
 
 def role_seed(seed: int, *names: Any) -> int:
@@ -47,60 +47,14 @@ VALIDATES = needs("eval_steps", "eval_steps is 0, so nothing is validated")
 
 
 @dataclass
-class BaseConfig(TrainerOptions):
+class BaseConfig(LoopOptions, TrackerOptions):
     """The keys of all pipelines."""
 
-    platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     num_devices_per_node: int | None = option(
         None,
         "Devices of one node; default on cpu: its cores, on cuda: its GPUs (8 when planning elsewhere).",
         ge=1,
         usual=(1, 1024),
-    )
-    checkpoint_dir: str | None = option(
-        None,
-        "Checkpoints; default: output_dir/checkpoints.",
-        only_for=needs("save_checkpoint", "save_checkpoint is false"),
-    )
-    track_with: list[TrackerName] = option(
-        factory=lambda: ["stdout", "tensorboard"],
-        parse=one_or_many,
-        help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
-    )
-    tracker_kwargs: dict[str, dict[str, Any]] = option(
-        factory=dict,
-        help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}; with one tracker "
-        "besides stdout they may be written directly.",
-    )
-    save_steps: int = option(
-        0,
-        "Checkpoint every so many steps, and at the end; 0: at the end only.",
-        ge=0,
-        only_for=needs("save_checkpoint", "save_checkpoint is false", is_error=True),
-    )
-    logging_steps: int = option(
-        1,
-        "Console and tracker lines every so many steps (metrics.jsonl has every step).",
-        ge=1,
-        only_for=needs("track_with", "track_with is empty, and metrics.jsonl has every step"),
-    )
-    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", ge=0)
-    max_ckpt_to_keep: int = option(
-        2,
-        "Newest checkpoints kept; 0 keeps all.",
-        ge=0,
-        usual=(0, 1e4),
-        only_for=needs("save_checkpoint", "save_checkpoint is false"),
-    )
-    resume_from_checkpoint: bool | str = option(
-        False, "true: the newest complete checkpoint of output_dir; or the path of one."
-    )
-    save_checkpoint: bool = option(True, "Write checkpoints at all.")
-    save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
-    save_hf_checkpoints: bool = option(
-        False,
-        "Export the model as a HF folder in every checkpoint as well, as hf_model.",
-        only_for=needs("save_checkpoint", "save_checkpoint is false"),
     )
     model_download_type: Literal["HUGGINGFACE_HUB", "MODELSCOPE"] | None = option(
         None, "Where models given by name come from; default: ModelScope if USE_MODELSCOPE is 1, else Hugging Face."
@@ -123,7 +77,6 @@ class BaseConfig(TrainerOptions):
         help="Data and sampling of validation; it owns no devices. Keys of data_args and generating_args that are not "
         "given are those of training, except file_name, and num_return_sequences, which is 1.",
     )
-    source: Source = internal(factory=Source)
 
     @property
     def uses_reference(self) -> bool:
@@ -156,9 +109,6 @@ class BaseConfig(TrainerOptions):
         names = [name for name in DEVICE_ROLES if used.get(name, True)]
         roles: dict[str, RoleConfig] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         return {name: role for name, role in roles.items() if role.device_mapping}
-
-    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        return {"actor_train": self.actor_train}
 
 
 @dataclass
@@ -202,17 +152,10 @@ class RewardModelConfig(RewardModelOptions, PreferenceConfig):
 
 
 @dataclass
-class RLConfig(
-    UserOptions,
-    RolloutOptions,
-    EngineOptions,
-    PolicyOptions,
-    AdvantageOptions,
-    CriticOptions,
-    SampleMaskOptions,
-    BaseConfig,
+class LearnerOptions(
+    UserOptions, PolicyOptions, AdvantageOptions, CriticOptions, SampleMaskOptions, AsyncOptions, TrainerOptions
 ):
-    """The keys of reinforcement learning, shared by RLVR and agents."""
+    """What the learner of reinforcement learning reads."""
 
     actor_infer: ActorInferConfig = option(factory=ActorInferConfig, help="The role that generates.")
     reference: ReferenceConfig = option(
@@ -244,7 +187,6 @@ class RLConfig(
         "where rollout_dump_dir is given.",
         ge=0,
     )
-    is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
     ppo_epochs: int = option(1, "Passes over each batch.", ge=1, usual=(1, 100))
     mean_logprob_mismatch: float | None = option(
         None,
@@ -268,6 +210,52 @@ class RLConfig(
         gt=0,
         usual=(1e-8, 1000.0),
     )
+
+    def steps_per_batch(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of a role in one training step, over all `ppo_epochs`."""
+        return super().steps_per_batch(role) * self.ppo_epochs
+
+    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
+        return super().trained_roles() | ({"critic": self.critic} if self.uses_critic else {})
+
+    def schedule_steps(self, role: TrainedRoleConfig) -> int:
+        """Optimizer steps of a role's learning-rate schedule; the policy's begins after `critic_warmup`."""
+        waits = self.critic_warmup if self.uses_critic and isinstance(role, ActorTrainConfig) else 0
+        return max(1, self.max_steps - waits) * self.steps_per_batch(role)
+
+    @property
+    def policy(self) -> PolicySettings:
+        """The settings of the policy loss."""
+        variant = self.actor_train.pg_variant
+        source = proximal_source(self, variant, self.async_generation_ratio)
+        base = ratio_base(self, variant, source)
+        return part(PolicySettings, self, pg_variant=variant, old_log_probs_source=source, pg_ratio_base=base)
+
+    @property
+    def advantages(self) -> AdvantageSettings:
+        """The settings of the advantages."""
+        return part(AdvantageSettings, self)
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL term needs the frozen model, or a teacher is one."""
+        return self.use_kl_loss or self.add_token_level_kl or self.uses_teacher
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.estimator.needs == "values"
+
+    @property
+    def critic_apart(self) -> bool:
+        """Whether the critic has its own devices, so that it works at the same time as actor_train."""
+        return self.uses_critic and set(self.critic.device_mapping).isdisjoint(self.actor_train.device_mapping)
+
+
+@dataclass
+class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
+    """The keys of reinforcement learning, shared by RLVR and agents."""
+
+    is_num_return_sequences_expand: bool = option(True, "Each sample is a separate request with its own seed.")
     is_offload_states: bool | None = option(
         None,
         "Trainer and engines that share devices take turns on them: what is not in use is moved to host "
@@ -296,18 +284,6 @@ class RLConfig(
         """Responses generated for one group: its samples, and a greedy one if the advantages need it."""
         return self.num_return_sequences_in_group + self.uses_greedy_responses
 
-    def steps_per_batch(self, role: TrainedRoleConfig) -> int:
-        """Optimizer steps of a role in one training step, over all `ppo_epochs`."""
-        return super().steps_per_batch(role) * self.ppo_epochs
-
-    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
-        return super().trained_roles() | ({"critic": self.critic} if self.uses_critic else {})
-
-    def schedule_steps(self, role: TrainedRoleConfig) -> int:
-        """Optimizer steps of a role's learning-rate schedule; the policy's begins after `critic_warmup`."""
-        waits = self.critic_warmup if self.uses_critic and isinstance(role, ActorTrainConfig) else 0
-        return max(1, self.max_steps - waits) * self.steps_per_batch(role)
-
     @property
     def samples_multiple(self) -> int:
         """Batches are padded to a multiple of this many samples, so that they fill the optimizer steps of all roles."""
@@ -319,35 +295,8 @@ class RLConfig(
         return -(-self.groups_per_batch * self.responses_per_group // self.actor_infer.layout.data)
 
     @property
-    def policy(self) -> PolicySettings:
-        """The settings of the policy loss."""
-        variant = self.actor_train.pg_variant
-        source = proximal_source(self, variant, self.async_generation_ratio)
-        base = ratio_base(self, variant, source)
-        return part(PolicySettings, self, pg_variant=variant, old_log_probs_source=source, pg_ratio_base=base)
-
-    @property
-    def advantages(self) -> AdvantageSettings:
-        """The settings of the advantages."""
-        return part(AdvantageSettings, self)
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether a KL term needs the frozen model, or a teacher is one."""
-        return self.use_kl_loss or self.add_token_level_kl or self.uses_teacher
-
-    @property
-    def uses_critic(self) -> bool:
-        return self.estimator.needs == "values"
-
-    @property
     def uses_greedy_responses(self) -> bool:
         return self.estimator.needs == "baselines"
-
-    @property
-    def critic_apart(self) -> bool:
-        """Whether the critic has its own devices, so that it works at the same time as actor_train."""
-        return self.uses_critic and set(self.critic.device_mapping).isdisjoint(self.actor_train.device_mapping)
 
     @property
     def shares_devices(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roll.base.schema import YEAR_S, Condition, needs, option, time_text
+from roll.base.schema import YEAR_S, Condition, Source, internal, needs, option, time_text
 from roll.configs.arguments import ENGINE_RUNS, pipelines
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.devices.system_envs import environment
@@ -52,8 +52,10 @@ class DataOptions:
 
 @dataclass
 class ProcessOptions:
-    """What every process of a run reads: its folders, its environment, and how long it is waited for."""
+    """What every process of a run reads: its devices, folders and environment, and how long it is waited for."""
 
+    source: Source = internal(factory=Source)
+    platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     exp_name: str = option("roll", "Name of the run in trackers.")
     output_dir: str = option("./output", "Everything the run writes.")
     logging_dir: str | None = option(None, "Log files; default: output_dir/logs.")
@@ -66,6 +68,47 @@ class ProcessOptions:
         gt=0,
     )
     start_timeout_s: float = option(600.0, "Maximum wait for workers and engines to start.", gt=0, usual=(10.0, YEAR_S))
+
+
+@dataclass
+class StepOptions:
+    """How long a run trains."""
+
+    max_steps: int = option(100, "Batches to train on.", ge=1, usual=(1, 1e8))
+
+
+@dataclass
+class CheckpointOptions(StepOptions, ProcessOptions):
+    """Where checkpoints and exported models are, how many there are, and which a run continues from."""
+
+    checkpoint_dir: str | None = option(
+        None,
+        "Checkpoints; default: output_dir/checkpoints.",
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+    )
+    save_steps: int = option(
+        0,
+        "Checkpoint every so many steps, and at the end; 0: at the end only.",
+        ge=0,
+        only_for=needs("save_checkpoint", "save_checkpoint is false", is_error=True),
+    )
+    max_ckpt_to_keep: int = option(
+        2,
+        "Newest checkpoints kept; 0 keeps all.",
+        ge=0,
+        usual=(0, 1e4),
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+    )
+    resume_from_checkpoint: bool | str = option(
+        False, "true: the newest complete checkpoint of output_dir; or the path of one."
+    )
+    save_checkpoint: bool = option(True, "Write checkpoints at all.")
+    save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
+    save_hf_checkpoints: bool = option(
+        False,
+        "Export the model as a HF folder in every checkpoint as well, as hf_model.",
+        only_for=needs("save_checkpoint", "save_checkpoint is false"),
+    )
 
 
 @dataclass
@@ -121,10 +164,9 @@ class WorkerOptions(WeightUpdateOptions, SeedOptions, ProcessOptions, DataOption
 
 
 @dataclass
-class TrainerOptions(WorkerOptions):
+class TrainerOptions(StepOptions, WorkerOptions):
     """What training ranks read."""
 
-    max_steps: int = option(100, "Batches to train on.", ge=1, usual=(1, 1e8))
     max_grad_norm: float = option(1.0, "Gradient clipping by global norm; 0 turns it off.", ge=0, usual=(1e-6, 1e4))
     actor_train: ActorTrainConfig = option(factory=ActorTrainConfig, help="The role that is trained.")
 
@@ -145,6 +187,16 @@ class TrainerOptions(WorkerOptions):
     def schedule_steps(self, role: TrainedRoleConfig) -> int:
         """Optimizer steps of the learning-rate schedule of a role."""
         return self.max_steps * self.steps_per_batch(role)
+
+    def trained_roles(self) -> dict[str, TrainedRoleConfig]:
+        return {"actor_train": self.actor_train}
+
+
+@dataclass
+class LoopOptions(CheckpointOptions, TrainerOptions):
+    """What the training loop reads."""
+
+    eval_steps: int = option(0, "Validate before step 1, every so many steps, and at the end; 0: never.", ge=0)
 
 
 @dataclass

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from roll.base.errors import Finding, Problem, error, missing
-from roll.base.schema import Source, one_or_many, option
+from roll.base.schema import Source, needs, one_or_many, option
+from roll.configs.run_options import ProcessOptions, StepOptions
 
 METRICS_FILE = "metrics.jsonl"
 """File of `output_dir` with the metrics of every step, whatever `track_with` names."""
@@ -87,6 +88,29 @@ TRACKER_OPTIONS: dict[str, type] = {
     "stdout": NoOptions,
 }
 """Options of each tracker of `track_with`."""
+
+
+@dataclass
+class TrackerOptions(StepOptions, ProcessOptions):
+    """What trackers read."""
+
+    track_with: list[TrackerName] = option(
+        factory=lambda: ["stdout", "tensorboard"],
+        parse=one_or_many,
+        help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
+    )
+    tracker_kwargs: dict[str, dict[str, Any]] = option(
+        factory=dict,
+        help="Options of the trackers by name, e.g. {tensorboard: {log_dir: PATH}}; with one tracker "
+        "besides stdout they may be written directly.",
+    )
+    logging_steps: int = option(
+        1,
+        "Console and tracker lines every so many steps (metrics.jsonl has every step).",
+        ge=1,
+        only_for=needs("track_with", "track_with is empty, and metrics.jsonl has every step"),
+    )
+
 
 PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny"}
 """Tracker -> the package to install for it; the tracker has the name of the module."""

@@ -22,7 +22,7 @@ from typing import Any
 from roll.base.checksums import damage, write_checksums
 from roll.base.errors import RunError
 from roll.base.events import DRIVER, EventLog
-from roll.configs.pipeline import BaseConfig
+from roll.configs.run_options import CheckpointOptions
 from roll.trackers.files import RUN_FILE, DiskFullError, free_bytes, is_disk_full, megabytes
 
 logger = logging.getLogger(__name__)
@@ -213,13 +213,13 @@ class CheckpointManager:
                 logger.warning("could not delete the old checkpoint %s: %s", path, error.strerror or error)
 
 
-def check_sampler(config: BaseConfig, load: Callable[[dict[str, Any]], None]) -> None:
+def check_sampler(options: CheckpointOptions, load: Callable[[dict[str, Any]], None]) -> None:
     """Tries the state of the prompt sampler, in the checkpoint that the run continues from, on a sampler of this run.
 
     Raises:
         CheckpointError: `load` refuses it, as the run would after all engines have started.
     """
-    folder = checkpoints_of(config).resume_path(config.resume_from_checkpoint)
+    folder = checkpoints_of(options).resume_path(options.resume_from_checkpoint)
     if folder is None:
         return
     worker = PipelineState.load(folder).samples.get("worker", {})
@@ -242,31 +242,31 @@ def must_fit(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"resume_from_checkpoint: {folder} does not fit this run: {cause}") from error
 
 
-def checkpoint_folder(config: BaseConfig) -> Path:
-    return Path(config.checkpoint_dir or Path(config.output_dir) / FOLDER)
+def checkpoint_folder(options: CheckpointOptions) -> Path:
+    return Path(options.checkpoint_dir or Path(options.output_dir) / FOLDER)
 
 
-def checkpoints_of(config: BaseConfig) -> CheckpointManager:
-    return CheckpointManager(checkpoint_folder(config), config.max_ckpt_to_keep, EventLog(config.output_dir))
+def checkpoints_of(options: CheckpointOptions) -> CheckpointManager:
+    return CheckpointManager(checkpoint_folder(options), options.max_ckpt_to_keep, EventLog(options.output_dir))
 
 
-def finished_run(config: BaseConfig) -> str | None:
+def finished_run(options: CheckpointOptions) -> str | None:
     """Says that the run of this folder finished at the checkpoint it would continue from, and exported its model."""
-    choice, manager, folder = config.resume_from_checkpoint, checkpoints_of(config), Path(config.output_dir)
+    choice, manager, folder = options.resume_from_checkpoint, checkpoints_of(options), Path(options.output_dir)
     try:
         record, chosen = json.loads((folder / RUN_FILE).read_text()), manager.chosen(choice)
         state = PipelineState() if chosen is None else PipelineState.load(chosen)
         ended = (record["summary"]["status"], record["summary"]["steps"]) == ("finished", state.step)
         exported = record["config"]["save_hf_model"] and (folder / HF_FOLDER).is_dir()
-        if not (ended and state.finished(config.max_steps) and (exported or not config.save_hf_model)):
+        if not (ended and state.finished(options.max_steps) and (exported or not options.save_hf_model)):
             return None
         if manager.resume_path(choice) != chosen:
             return None
     except (CheckpointError, OSError, ValueError, KeyError, TypeError):  # the run reports it
         return None
-    message = f"the run is finished: step {state.step} of {config.max_steps}"
-    if state.step > config.max_steps:
-        return f"the run has finished step {state.step}, beyond max_steps {config.max_steps}; raise max_steps to go on"
+    message = f"the run is finished: step {state.step} of {options.max_steps}"
+    if state.step > options.max_steps:
+        return f"the run has finished step {state.step}, beyond max_steps {options.max_steps}; raise max_steps to go on"
     return f"{message}, which reached target_loss" if state.reached else f"{message}; raise max_steps to go on"
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import ConfigError, Problem, RunError
-from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.asynchronous import AsyncOptions
+from roll.configs.run_options import ProcessOptions
 from roll.configs.user_code import UserCodeError, import_named
 
 if TYPE_CHECKING:
@@ -33,22 +34,22 @@ BASES = {
 
 @dataclass(frozen=True)
 class Extensions:
-    """The classes a configuration names; None where it names none."""
+    """The classes a configuration names, made with that configuration; None where it names none."""
 
     rollouter: type[Rollouter] | None = None
     trainer: type[RLLearner] | None = None
-    metrics: Callable[[BaseConfig], Metrics] | None = None
-    monitor: Callable[[BaseConfig], Monitor] | None = None
-    batch_hook: Callable[[BaseConfig], BatchHook] | None = None
+    metrics: Callable[[Any], Metrics] | None = None
+    monitor: Callable[[Any], Monitor] | None = None
+    batch_hook: Callable[[Any], BatchHook] | None = None
 
 
-def load_extensions(config: BaseConfig) -> Extensions:
+def load_extensions(config: ProcessOptions) -> Extensions:
     """Imports every class that `async_training` names.
 
     Raises:
         ConfigError: a module cannot be imported, or a class is missing or of another kind.
     """
-    if not isinstance(config, RLConfig):
+    if not isinstance(config, AsyncOptions):
         return Extensions()
     found: dict[str, Any] = {}
     problems: list[Problem] = []

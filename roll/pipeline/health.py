@@ -16,7 +16,7 @@ import psutil
 
 from roll.base.errors import ConfigError, Problem, RunError, RunInterrupted
 from roll.base.events import Repeats
-from roll.configs.pipeline import BaseConfig
+from roll.configs.run_options import CheckpointOptions, ProcessOptions
 from roll.configs.user_code import failure_text
 from roll.pipeline.checkpoint import checkpoint_folder
 from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
@@ -51,7 +51,7 @@ class HealthFile:
     On a full disk the report is written over the last one, which needs no space.
     """
 
-    def __init__(self, config: BaseConfig) -> None:
+    def __init__(self, config: ProcessOptions) -> None:
         self._path = Path(config.output_dir) / FILE_NAME
 
     def report(self, health: Health) -> None:
@@ -81,7 +81,7 @@ class HealthFile:
 
 
 @contextmanager
-def lock_folders(config: BaseConfig) -> Iterator[None]:
+def lock_folders(config: CheckpointOptions) -> Iterator[None]:
     """Keeps other runs out of output_dir and of the folder of checkpoints while the block runs; see `locked`.
 
     Raises:

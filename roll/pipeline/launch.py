@@ -13,7 +13,7 @@ from pathlib import Path
 from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import DRIVER, EventLog, set_aside_events
 from roll.base.terminal import EXIT_INTERRUPTED, TERMINATION, end_now, handle_interrupt, say
-from roll.configs.pipeline import BaseConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.distributed.calls.remote_errors import ClusterError
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.ray_session import RayStartError
@@ -72,7 +72,8 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     except BaseException:
         health.end("failed")
         raise
-    logger.info("%s", "\n".join(next_steps(config, summary, command)))
+    has_samples = isinstance(config, RLConfig) and config.rollout_dump_steps != 0
+    logger.info("%s", "\n".join(next_steps(config, summary, command, has_samples)))
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from roll.distributed.weights.report import UpdateReport
+    from roll.pipeline.bottleneck_report import Split
     from roll.pipeline.run import TrainingLoop
     from roll.pipeline.session import Session
     from roll.plan.plan import Plan
@@ -23,9 +24,11 @@ class Pipeline(Protocol):
 
     Attributes:
         plan: for `run.json`.
+        split: of the devices, for the report on the bottleneck; None where nothing is generated.
     """
 
     plan: Plan
+    split: Split | None
 
     async def prepare(self) -> None:
         """Reads and checks every input, before Ray starts."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.run_options import LoopOptions
 from roll.distributed.calls.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
@@ -44,7 +44,7 @@ class RunProgress:
 
     def __init__(
         self,
-        config: BaseConfig,
+        config: LoopOptions,
         samples: SampleSource,
         learner: Learner,
         synchronizer: WeightUpdates | None,
@@ -53,11 +53,12 @@ class RunProgress:
         batch_hook: BatchHook | None = None,
         devices: SharedDevices | None = None,
         engine_check: EngineProbe | None = None,
+        performance: Performance | None = None,
     ) -> None:
         """Connects the parts.
 
         Args:
-            config: of the run.
+            config: when the loop validates, saves and ends.
             samples: where batches come from.
             learner: how a batch becomes an update of the weights.
             synchronizer: None without engines.
@@ -66,12 +67,13 @@ class RunProgress:
             batch_hook: sees every batch before it is learned from.
             devices: on which trainer and engines take turns, if they do.
             engine_check: compares the engines with the trainer before the first step.
+            performance: measures the throughput of each step.
         """
         self._config, self._samples, self._learner, self._synchronizer = config, samples, learner, synchronizer
         self._devices, self._trackers = devices, trackers
         self._target_reached = target_reached or (lambda metrics: False)
         self._batch_hook, self._engine_check = batch_hook, engine_check
-        self._checkpoints, self._performance = checkpoints_of(config), Performance(config)
+        self._checkpoints, self._performance = checkpoints_of(config), performance
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self.checkpoint: Path | None = None
@@ -153,7 +155,9 @@ class RunProgress:
             self._waited = 0.0
         times = clock.metrics()
         self._last_step_at = time.monotonic()
-        speed = self._performance.metrics(batch.data.batch, times, metrics.get(PEAK_TFLOPS))
+        speed = {}
+        if self._performance is not None:
+            speed = self._performance.metrics(batch.data.batch, times, metrics.get(PEAK_TFLOPS))
         self._log({**metrics, **speed, **times})
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from roll.base.errors import RunError
 from roll.base.events import DRIVER, EventLog
 from roll.configs.pipeline import BaseConfig
+from roll.configs.run_options import TrainerOptions
 from roll.configs.trackers import METRICS_FILE
 from roll.distributed.calls.remote_errors import WATCH, ClusterError, one_line
 from roll.distributed.processes import gc_freeze, gc_unfreeze, log_file
@@ -267,7 +268,7 @@ def warn_of_changes(config: BaseConfig, checkpoint: Path) -> None:
         )  # fmt: skip
 
 
-def rescheduled_roles(config: BaseConfig) -> list[str]:
+def rescheduled_roles(config: TrainerOptions) -> list[str]:
     """Roles whose learning rate at a step depends on `max_steps`."""
     arguments = {role: worker.training_args for role, worker in config.trained_roles().items()}
     return [role for role, each in arguments.items() if each.lr_scheduler_type != "constant" or each.warmup_ratio]

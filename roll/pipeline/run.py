@@ -50,7 +50,7 @@ async def run_once(
                 async with running.trains(loop, config, session, trackers, summary):
                     await loop.run()
                     summary.status = "finished"
-                    summary.bottleneck = report_bottleneck(config, summary.resumed_at_step)
+                    summary.bottleneck = report_bottleneck(config.output_dir, pipeline.split, summary.resumed_at_step)
     finally:
         await pipeline.close()
 

@@ -10,15 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
-from roll.configs.scoring.built_in_rewards import scoring_role
+from roll.configs.run_options import CheckpointOptions, LoopOptions
 from roll.configs.trackers import METRICS_FILE
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
 from roll.pipeline.checkpoint import HF_FOLDER, checkpoints_of
 from roll.pipeline.health import PeakMemory, ended_by
 from roll.pipeline.restarts import RESTARTING, rescheduled_roles
-from roll.platforms import get_platform
 from roll.trackers import TrackerGroup
 from roll.trackers.files import RUN_FILE, read_metrics
 
@@ -48,7 +45,7 @@ class RunSummary:
     bottleneck: str = ""
 
 
-def newest_complete(config: BaseConfig) -> Path | None:
+def newest_complete(config: CheckpointOptions) -> Path | None:
     """The newest complete checkpoint; its files are checked when a run continues from it."""
     return next(reversed(checkpoints_of(config).complete()), None)
 
@@ -67,12 +64,12 @@ def finished_steps(summary: RunSummary) -> str:
     return f"finished step {summary.steps} ({steps} in {seconds} since it was resumed at step {resumed_at})"
 
 
-def next_steps(config: BaseConfig, summary: RunSummary, command: str) -> list[str]:
+def next_steps(config: LoopOptions, summary: RunSummary, command: str, has_samples: bool = False) -> list[str]:
     """How the run ended, where its results are, and commands that show or continue it."""
     folder, saved = Path(config.output_dir), newest_complete(config)
     lines = [finished_steps(summary)]
     rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
-    if isinstance(config, RLConfig) and config.rollout_dump_steps != 0:
+    if has_samples:
         rows["samples"] = f"roll show {folder}"
     rows["page"] = f"roll report {folder}"
     rows["curves"] = f"roll plot {folder}"
@@ -112,37 +109,12 @@ async def recorded(
                 logger.warning("closing the trackers failed: %s", error)
 
 
-def report_bottleneck(config: BaseConfig, since: int = 0) -> str:
+def report_bottleneck(output_dir: str, split: Split | None, since: int = 0) -> str:
     """Logs and returns the bottleneck report of a finished run from step `since`; empty where nothing is generated."""
-    if not isinstance(config, RLConfig):
+    if split is None:
         return ""
-    lines = read_metrics(Path(config.output_dir) / METRICS_FILE)
-    report = bottleneck_report([line for line in lines if line["step"] > since], split_of(config))
+    lines = read_metrics(Path(output_dir) / METRICS_FILE)
+    report = bottleneck_report([line for line in lines if line["step"] > since], split)
     if report:
         logger.info("%s", report)
     return report
-
-
-def split_of(config: RLConfig) -> Split:
-    """What the report on the bottleneck reads of a configuration."""
-    generation = {*config.actor_infer.device_mapping}
-    training = {rank for role in config.trained_roles().values() for rank in role.device_mapping}
-    platform = get_platform(config.platform)
-    cpu = platform.name == "cpu"
-    keys = []
-    for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
-        role = scoring_role(reward)
-        keys += [f"rewards.{name}.world_size"] if role is None else [] if cpu else [f"{role}.device_mapping"]
-    return Split(
-        config.async_generation_ratio,
-        len(generation),
-        len(training),
-        shared=generation == training,
-        drains=config.in_flight_policy == "drain",
-        critic_apart=config.critic_apart,
-        cpu=cpu,
-        own_cores=cpu and (config.num_devices_per_node or 0) <= platform.device_count(),
-        groups=config.train_env_manager.num_env_groups if isinstance(config, AgenticConfig) else None,
-        batch_groups=config.groups_per_batch,
-        reward_keys=tuple(dict.fromkeys(keys)),
-    )

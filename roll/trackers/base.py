@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import TrackerOptions
 
 
 class Tracker(ABC):
@@ -38,8 +38,8 @@ class Metrics(Protocol):
         """Metrics to add to those of a step; an existing name keeps its value."""
 
 
-TrackerFactory = Callable[[BaseConfig, Path, dict[str, Any]], Tracker]
-"""f(config of the run, its output folder, the tracker's `tracker_kwargs`) -> tracker."""
+TrackerFactory = Callable[[TrackerOptions, Path, dict[str, Any]], Tracker]
+"""f(the configuration of the run, its output folder, the tracker's `tracker_kwargs`) -> tracker."""
 
 TRACKERS: dict[str, TrackerFactory] = {}
 """Name in `track_with` -> factory."""

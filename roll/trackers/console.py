@@ -11,7 +11,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from roll.configs.pipeline import BaseConfig
+from roll.configs.trackers import TrackerOptions
 from roll.trackers.base import Tracker, register_tracker
 
 SHOWN = (
@@ -102,5 +102,5 @@ def shown_values(metrics: Mapping[str, float], prefix: str = "") -> list[str]:
 
 
 @register_tracker("stdout")
-def _make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
+def _make(config: TrackerOptions, output_dir: Path, options: dict[str, Any]) -> Tracker:
     return ConsoleTracker(config.exp_name, config.max_steps, **options)

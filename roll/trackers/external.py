@@ -22,8 +22,7 @@ from typing import IO, Any
 
 import psutil
 
-from roll.configs.pipeline import BaseConfig
-from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS
+from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS, TrackerOptions
 from roll.trackers import external_process
 from roll.trackers.base import Tracker, register_tracker
 from roll.trackers.files import without_secrets
@@ -56,7 +55,7 @@ class ExternalTracker(Tracker):
         self,
         name: str,
         options: Mapping[str, Any],
-        config: BaseConfig,
+        config: TrackerOptions,
         output_dir: Path,
         close_s: float = CLOSE_S,
         late_s: float = LATE_S,
@@ -185,7 +184,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 def _register(name: str) -> None:
     @register_tracker(name)
-    def make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
+    def make(config: TrackerOptions, output_dir: Path, options: dict[str, Any]) -> Tracker:
         return ExternalTracker(name, vars(TRACKER_OPTIONS[name](**options)), config, output_dir)
 
 

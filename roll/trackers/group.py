@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from roll.configs.pipeline import BaseConfig
-from roll.configs.trackers import METRICS_FILE
+from roll.configs.trackers import METRICS_FILE, TrackerOptions
 from roll.trackers import console, external, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
 from roll.trackers.files import JsonlTracker, write_run_json
@@ -29,7 +28,7 @@ class TrackerGroup:
     """
 
     def __init__(
-        self, config: BaseConfig, trackers: list[Tracker], plan: Any = None, metrics: Metrics | None = None
+        self, config: TrackerOptions, trackers: list[Tracker], plan: Any = None, metrics: Metrics | None = None
     ) -> None:
         self._config = config
         self._metrics = metrics
@@ -69,7 +68,7 @@ class TrackerGroup:
         write_run_json(Path(self._config.output_dir), self._config, self._plan, summary=summary)
 
 
-def make_trackers(config: BaseConfig, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:
+def make_trackers(config: TrackerOptions, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:
     """The trackers of a run: metrics.jsonl and run.json in `output_dir`, and those named in `track_with`.
 
     Args:

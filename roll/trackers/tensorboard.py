@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.pipeline import BaseConfig
-from roll.configs.trackers import TensorBoardOptions
+from roll.configs.trackers import TensorBoardOptions, TrackerOptions
 from roll.trackers.base import Tracker, register_tracker
 
 if TYPE_CHECKING:
@@ -50,6 +49,6 @@ class TensorBoardTracker(Tracker):
 
 
 @register_tracker("tensorboard")
-def _make(config: BaseConfig, output_dir: Path, options: dict[str, Any]) -> Tracker:
+def _make(config: TrackerOptions, output_dir: Path, options: dict[str, Any]) -> Tracker:
     given = TensorBoardOptions(**options)
     return TensorBoardTracker(Path(given.log_dir or output_dir / "tensorboard"), given.flush_secs)

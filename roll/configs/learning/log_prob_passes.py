@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from roll.algorithms.policy_options import known_losses
-from roll.configs.pipeline import RLConfig
+from roll.configs.pipeline import LearnerOptions, RLConfig
 
 
-def needs_old_log_probs(config: RLConfig) -> bool:
+def needs_old_log_probs(config: LearnerOptions) -> bool:
     """Whether something reads the old log-probs of a batch before its training pass.
 
     Such are a KL term in the reward, a teacher, an estimator of the optimal baseline, what a correction decides over
@@ -19,7 +19,7 @@ def needs_old_log_probs(config: RLConfig) -> bool:
     return bool(rewards or whole_batch or masks or chosen_tokens)
 
 
-def training_gives_old_log_probs(config: RLConfig) -> bool:
+def training_gives_old_log_probs(config: LearnerOptions) -> bool:
     """Whether the first optimizer step of a batch gives the old log-probs of its samples, from a run's second step on.
 
     Before that optimizer step the old policy is the current one. False where something reads old log-probs earlier, or

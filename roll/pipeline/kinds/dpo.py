@@ -12,6 +12,8 @@ from roll.algorithms.losses import pair_kl
 from roll.algorithms.preference_options import DPOOptions
 from roll.base.schema import part
 from roll.configs.pipeline import DPOConfig
+from roll.configs.roles import ReferenceConfig
+from roll.configs.run_options import TrainerOptions
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_examples
 from roll.datasets.preferences import PreferencePair
@@ -29,7 +31,9 @@ class DPOPipeline(PreferencePipeline[DPOConfig]):
     """A policy that learns and a reference that does not."""
 
     def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> DPOLearner:
-        return DPOLearner(self._config, clusters["actor_train"], clusters["reference"])
+        config = self._config
+        options, reference = part(DPOOptions, config), clusters["reference"]
+        return DPOLearner(config, clusters["actor_train"], options, reference, config.reference)
 
 
 class DPOLearner(PairLearner):
@@ -37,10 +41,17 @@ class DPOLearner(PairLearner):
 
     loss = "dpo"
 
-    def __init__(self, config: DPOConfig, actor: Cluster[TrainWorker], reference: Cluster[TrainWorker]) -> None:
-        super().__init__(config, actor, part(DPOOptions, config))
-        self._reference, self._reference_role = reference, config.reference
-        self._uses_means = config.dpo_loss_type == "kto_pair"
+    def __init__(
+        self,
+        config: TrainerOptions,
+        actor: Cluster[TrainWorker],
+        options: DPOOptions,
+        reference: Cluster[TrainWorker],
+        reference_role: ReferenceConfig,
+    ) -> None:
+        super().__init__(config, actor, options)
+        self._reference, self._reference_role = reference, reference_role
+        self._uses_means = options.dpo_loss_type == "kto_pair"
 
     def collate(self, items: Sequence[PreferencePair]) -> Batch:
         return Batch(collate_examples([one for pair in items for one in (pair.chosen, pair.rejected)]))

@@ -15,6 +15,7 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.configs.pipeline import PreferenceConfig
 from roll.configs.roles import TrainedRoleConfig
+from roll.configs.run_options import TrainerOptions
 from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan, plan_optimizer_steps
 from roll.datasets.preferences import PreferencePair, load_preferences
@@ -37,7 +38,7 @@ class PreferencePipeline(StoredPipeline[PairConfigT]):
 class PairLearner(StoredLearner[PreferencePair]):
     """Learns from batches of P pairs [2 P, T]: the better response of pair i in row 2 i, the worse one in the next."""
 
-    def __init__(self, config: PreferenceConfig, actor: Cluster[TrainWorker], loss_config: Any) -> None:
+    def __init__(self, config: TrainerOptions, actor: Cluster[TrainWorker], loss_config: Any) -> None:
         super().__init__(actor, config.actor_train, loss_config)
         self._longest = config.max_sequence_length
 

@@ -25,16 +25,14 @@ class RewardModelPipeline(PreferencePipeline[RewardModelConfig]):
     """One role that learns to rate sequences."""
 
     def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> RewardModelLearner:
-        return RewardModelLearner(self._config, clusters["actor_train"])
+        options = part(RewardModelOptions, self._config)
+        return RewardModelLearner(self._config, clusters["actor_train"], options)
 
 
 class RewardModelLearner(PairLearner):
     """Learns from the rewards of both responses: the values after their last tokens, which are end tokens."""
 
     loss = "bradley_terry"
-
-    def __init__(self, config: RewardModelConfig, actor: Cluster[TrainWorker]) -> None:
-        super().__init__(config, actor, part(RewardModelOptions, config))
 
     def collate(self, items: Sequence[PreferencePair]) -> Batch:
         """Prompts and responses; `response_mask` is set on the token after them."""

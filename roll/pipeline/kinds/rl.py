@@ -10,20 +10,25 @@ from typing import Generic, TypeVar
 
 from roll.base.errors import RunError
 from roll.base.events import EventLog
+from roll.configs.agentic import AgenticConfig
 from roll.configs.defaults import fill_in_mismatch
-from roll.configs.pipeline import RLConfig
+from roll.configs.pipeline import RLConfig, RLVRConfig
+from roll.configs.scoring.built_in_rewards import scoring_role
 from roll.datasets.tokenizer import load_tokenizer
 from roll.distributed.calls.remote_actor import RemoteActor
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.distributed.weights.transport import TRANSPORTS
+from roll.pipeline.bottleneck_report import Split
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.learning.engine_probe import EngineProbe
 from roll.pipeline.learning.learner import RLLearner
+from roll.pipeline.learning.performance import Performance
 from roll.pipeline.rollout_client import NAME, RolloutClient
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
+from roll.plan.memory import model_shapes
 from roll.plan.plan import make_plan
 from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
@@ -49,7 +54,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self._config = config
-        self.plan = make_plan(config)
+        self.plan, self.split = make_plan(config), split_of(config)
 
     async def prepare(self) -> None:
         """Reads the tokenizer and checks the sampling parameters.
@@ -100,9 +105,11 @@ class RLPipeline(ABC, Generic[ConfigT]):
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
         engines = EngineClient(infer.client())
         probe = EngineProbe(config, engines, actor, self._sampling["train"], len(self._tokenizer))
+        performance = Performance(config.device_roles(), model_shapes(config).get("actor_train"), config.ppo_epochs)
         return TrainingLoop(
-            config, samples, learner, synchronizer, trackers, batch_hook=hook, devices=devices, engine_check=probe
-        )
+            config, samples, learner, synchronizer, trackers,
+            batch_hook=hook, devices=devices, engine_check=probe, performance=performance,
+        )  # fmt: skip
 
     async def _watch_engines(self, session: Session) -> dict[str, EngineMonitor]:
         """Starts to watch the engines of every role; the monitors by role.
@@ -140,6 +147,31 @@ class RLPipeline(ABC, Generic[ConfigT]):
         events, earlier = EventLog(config.output_dir), session.rollout_client
         session.rollout_client = RolloutClient(start, session.cancel_requests, events, config.max_restarts, earlier)
         return session.rollout_client
+
+
+def split_of(config: RLConfig) -> Split:
+    """How the devices of a run are split, for the report on its bottleneck."""
+    generation = {*config.actor_infer.device_mapping}
+    training = {rank for role in config.trained_roles().values() for rank in role.device_mapping}
+    platform = get_platform(config.platform)
+    cpu = platform.name == "cpu"
+    keys = []
+    for name, reward in config.rewards.items() if isinstance(config, RLVRConfig) else ():
+        role = scoring_role(reward)
+        keys += [f"rewards.{name}.world_size"] if role is None else [] if cpu else [f"{role}.device_mapping"]
+    return Split(
+        config.async_generation_ratio,
+        len(generation),
+        len(training),
+        shared=generation == training,
+        drains=config.in_flight_policy == "drain",
+        critic_apart=config.critic_apart,
+        cpu=cpu,
+        own_cores=cpu and (config.num_devices_per_node or 0) <= platform.device_count(),
+        groups=config.train_env_manager.num_env_groups if isinstance(config, AgenticConfig) else None,
+        batch_groups=config.groups_per_batch,
+        reward_keys=tuple(dict.fromkeys(keys)),
+    )
 
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:

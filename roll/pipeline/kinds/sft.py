@@ -23,9 +23,11 @@ from roll.datasets.sft import SFTExample, load_sft_data
 from roll.datasets.tokenizer import encode_data, load_tokenizer
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.actor_learner import ActorLearner
+from roll.pipeline.learning.performance import Performance
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
+from roll.plan.memory import model_shapes
 from roll.plan.plan import make_plan
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
@@ -117,7 +119,7 @@ class StoredPipeline(ABC, Generic[ConfigT]):
 
     def __init__(self, config: ConfigT) -> None:
         self._config = config
-        self.plan = make_plan(config)
+        self.plan, self.split = make_plan(config), None
 
     @abstractmethod
     def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> StoredLearner[Any]:
@@ -147,7 +149,8 @@ class StoredPipeline(ABC, Generic[ConfigT]):
         config, role, learner = self._config, self._config.actor_train, self.learner(session.train_clusters)
         sampler = PromptSampler(len(self._examples), role_seed(config.seed, "examples"), role.data_args.shuffle)
         samples = StoredSamples(self._examples, self._held_out, sampler, role.samples_per_optimizer_step, learner)
-        return TrainingLoop(config, samples, learner, None, trackers, self.target_reached)
+        performance = Performance(config.device_roles(), model_shapes(config).get("actor_train"))
+        return TrainingLoop(config, samples, learner, None, trackers, self.target_reached, performance=performance)
 
     def target_reached(self, metrics: dict[str, float]) -> bool:
         """Whether these validation metrics end the run."""

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from roll.configs.pipeline import RLConfig, role_seed
+from roll.configs.pipeline import LearnerOptions, role_seed
 from roll.pipeline.learning.logprob_checks import TokenLogProbs, check_engines
 from roll.pipeline.learning.shards import cluster_log_probs
 from roll.rollout.engine_pool import EngineDownError, Engines
@@ -29,7 +29,7 @@ REQUESTS, NEW_TOKENS, LONGEST_PROMPT = 8, 16, 256
 class EngineProbe:
     """`sample` needs the engines, then `compare` the trainer, both with the same weights and the run's sampling."""
 
-    config: RLConfig
+    config: LearnerOptions
     engines: Engines
     actor: Cluster[TrainWorker]
     sampling: SamplingParams

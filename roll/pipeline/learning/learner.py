@@ -42,7 +42,7 @@ from roll.algorithms.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
-from roll.configs.pipeline import RLConfig, role_seed
+from roll.configs.pipeline import LearnerOptions, role_seed
 from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
@@ -85,7 +85,7 @@ class RLLearner(ActorLearner):
 
     def __init__(
         self,
-        config: RLConfig,
+        config: LearnerOptions,
         actor: Cluster[TrainWorker],
         reference: Cluster[TrainWorker] | None,
         critic: Cluster[TrainWorker] | None = None,

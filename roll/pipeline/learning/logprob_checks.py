@@ -17,7 +17,7 @@ import torch
 from roll.algorithms.policy_options import PolicySettings
 from roll.base.errors import RunError
 from roll.configs.defaults import default_mismatch
-from roll.configs.pipeline import RLConfig
+from roll.configs.pipeline import LearnerOptions
 
 BEYOND = 0.01
 """Share of tokens that may be above `p99_logprob_mismatch`."""
@@ -90,7 +90,7 @@ class Mismatch:
         beyond = metrics.get("log_ratio_beyond_p99", 0.0)
         return cls(metrics["log_ratio_abs_mean"], beyond, metrics["log_ratio_abs_max"])
 
-    def exceeded(self, config: RLConfig) -> str | None:
+    def exceeded(self, config: LearnerOptions) -> str | None:
         """The figures that are above their bounds, or are no numbers; None if none is."""
         mean, p99, largest = config.mean_logprob_mismatch, config.p99_logprob_mismatch, config.max_logprob_mismatch
         found = []
@@ -142,7 +142,7 @@ class TokenLogProbs:
         return "they do not depend on the position; check that both have the same weights, config.json and dtype"
 
 
-def check_engines(engines: Mapping[str, TokenLogProbs], config: RLConfig) -> None:
+def check_engines(engines: Mapping[str, TokenLogProbs], config: LearnerOptions) -> None:
     """Log-probs of each engine, by name, are the trainer's up to rounding.
 
     In half precision rounding hides a wrong temperature in the mean difference, but not in all tokens together.
@@ -166,7 +166,7 @@ def check_engines(engines: Mapping[str, TokenLogProbs], config: RLConfig) -> Non
         raise _disagreement(name, found, engines[name].likely_cause() + alone)
 
 
-def check_engine(mismatch: Mismatch, config: RLConfig) -> None:
+def check_engine(mismatch: Mismatch, config: LearnerOptions) -> None:
     """Raises RunError where log-probs of the first batch differ by more than rounding; see `check_engines`."""
     exceeded = mismatch.exceeded(config)
     if exceeded:
@@ -180,7 +180,7 @@ def _disagreement(engine: str, exceeded: str, cause: str) -> RunError:
     )
 
 
-def check_first_update(step: Mapping[str, float], loss: PolicySettings, config: RLConfig) -> None:
+def check_first_update(step: Mapping[str, float], loss: PolicySettings, config: LearnerOptions) -> None:
     """Before any update log pi is log p, or log mu as far as engine and trainer agree; RunError where it is not.
 
     Args:

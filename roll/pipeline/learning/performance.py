@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from tensordict import TensorDict
 
-from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.plan.memory import model_shapes
+from roll.configs.roles import RoleConfig
+from roll.models.families.shape import ModelShape
 
 TRAINER_WORK = ("time/old_log_probs", "time/train")
 """Times in which actor_train computes."""
@@ -16,14 +16,17 @@ PEAK_TFLOPS = "perf/peak_tflops"
 
 
 class Performance:
-    """The `throughput/...` and `perf/...` of the steps of a run."""
+    """The `throughput/...` and `perf/...` of the steps of a run.
 
-    def __init__(self, config: BaseConfig) -> None:
-        roles = config.device_roles()
+    Args:
+        roles: that own devices, by name.
+        shape: of the model of actor_train, where it is known.
+        passes: over each batch.
+    """
+
+    def __init__(self, roles: Mapping[str, RoleConfig], shape: ModelShape | None, passes: int = 1) -> None:
         self._devices = len({rank for role in roles.values() for rank in role.device_mapping}) or 1
-        self._trainer = roles.get("actor_train")
-        self._shape = model_shapes(config).get("actor_train")
-        self._passes = config.ppo_epochs if isinstance(config, RLConfig) else 1
+        self._trainer, self._shape, self._passes = roles.get("actor_train"), shape, passes
 
     def metrics(self, batch: TensorDict, times: Mapping[str, float], peak_tflops: float | None) -> dict[str, float]:
         """The metrics of one step.

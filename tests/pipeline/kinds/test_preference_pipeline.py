@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from roll.configs.pipeline import DPOConfig, RewardModelConfig
 from roll.configs.roles import ActorTrainConfig, RewardModelTrainConfig
 from roll.datasets.preferences import PreferencePair
 from roll.datasets.sft import SFTExample
-from roll.pipeline.kinds.dpo import DPOLearner
+from roll.pipeline.kinds.dpo import DPOPipeline
 from roll.pipeline.kinds.preference import pair_plans
-from roll.pipeline.kinds.reward_model import RewardModelLearner
+from roll.pipeline.kinds.reward_model import RewardModelPipeline
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from tests.pipeline.bigram import BigramCluster, BigramCritic
@@ -34,12 +35,13 @@ def role(devices=2, kind=ActorTrainConfig, **keys):
 
 def dpo_learner(**keys):
     config = DPOConfig(response_length=8, beta=1.0, actor_train=role(), eval_steps=1, **keys)
-    return DPOLearner(config, BigramCluster(), BigramCluster())  # type: ignore[arg-type]
+    clusters = {"actor_train": BigramCluster(), "reference": BigramCluster()}
+    return DPOPipeline.learner(SimpleNamespace(_config=config), clusters)  # type: ignore[arg-type]
 
 
 def reward_model_learner():
     config = RewardModelConfig(response_length=8, actor_train=role(kind=RewardModelTrainConfig), eval_steps=1)
-    return RewardModelLearner(config, BigramCritic())  # type: ignore[arg-type]
+    return RewardModelPipeline.learner(SimpleNamespace(_config=config), {"actor_train": BigramCritic()})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("learner", [dpo_learner(), reward_model_learner()], ids=["dpo", "reward model"])

@@ -46,7 +46,7 @@ def of_two_devices(folder, value_head=False):
         device_mapping=[0, 1], value_head=value_head, model_args=SimpleNamespace(model_name_or_path=str(folder))
     )
     engine = SimpleNamespace(**vars(role) | {"device_mapping": [2]})
-    return Performance(SimpleNamespace(device_roles=lambda: {"actor_train": role, "actor_infer": engine}))
+    return Performance({"actor_train": role, "actor_infer": engine}, read_model_shape(folder, value_head))
 
 
 def test_tflops_are_those_of_the_scored_batch_and_the_training_time(tmp_path):
