@@ -57,9 +57,9 @@ SELF_EXPLANATORY_LINES = 3
 
 CEILINGS = {
     "files at one level": 18,
-    "files that take the whole configuration": 26,
+    "files that take the whole configuration": 11,
     "functions over 50 lines": 10,
-    "functions that only forward": 20,
+    "functions that only forward": 19,
     "circles of folders": 0,
 }
 """Largest values of rows of `scripts/code_table.py`; they are only ever lowered."""

@@ -1,22 +1,17 @@
-"""The parts of a training loop: what each kind of run makes of them is in `kinds`."""
+"""What a kind of run is, and what a hook of the user is; the kinds are in `kinds`."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from roll.distributed.weights.report import UpdateReport
     from roll.pipeline.bottleneck_report import Split
     from roll.pipeline.run import TrainingLoop
     from roll.pipeline.session import Session
     from roll.plan.plan import Plan
     from roll.rollout.source import SampleBatch
-    from roll.rollout.timers import StepClock
     from roll.trackers import TrackerGroup
-
-T = TypeVar("T")
 
 
 class Pipeline(Protocol):
@@ -40,32 +35,6 @@ class Pipeline(Protocol):
         """Ends what `prepare` started."""
 
 
-class Learner(Protocol):
-    """How a batch becomes an update of the weights."""
-
-    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
-        """Updates the weights with the whole batch, as step number `step`; returns `actor/...` and related metrics."""
-
-    async def finish_step(self) -> dict[str, float]:
-        """Waits for background work of `learn`, such as writing samples; `memory/...` of trained roles, in bytes."""
-
-    async def save(self, folder: Path) -> None:
-        """Begins to write weights, optimizer, schedule and RNG of every trained role; `saved` waits for the end."""
-
-    async def saved(self) -> float:
-        """Waits until what `save` began is written, or raises the error with which that ended.
-
-        Returns:
-            Seconds that `learn` waited for it.
-        """
-
-    async def load(self, folder: Path) -> None:
-        """Restores what `save` wrote."""
-
-    async def export_hf(self, folder: Path) -> None:
-        """Writes the trained model as a HF folder."""
-
-
 @runtime_checkable
 class BatchHook(Protocol):
     """Sees every batch before it is learned from.
@@ -85,16 +54,3 @@ class BatchHook(Protocol):
         Returns:
             Metrics to add as `batch_hook/<name>`.
         """
-
-
-class WeightUpdates(Protocol):
-    """Transfers the trained weights to the engines; see `WeightSynchronizer`."""
-
-    async def update_weights(self, version: int) -> UpdateReport:
-        """All engines that run generate with the weights of `version` from now on."""
-
-    async def while_idle(self, work: Coroutine[Any, Any, T], /) -> T:
-        """The result of `work`, during which the trainer is idle: restarted engines get the weights meanwhile."""
-
-    def health(self) -> dict[str, str]:
-        """State of each engine by name."""

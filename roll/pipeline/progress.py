@@ -15,12 +15,14 @@ from roll.configs.run_options import LoopOptions
 from roll.distributed.calls.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
-from roll.pipeline.parts import BatchHook, Learner, WeightUpdates
+from roll.pipeline.parts import BatchHook
 from roll.rollout.source import SampleBatch, SampleSource
 from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.shared_devices import SharedDevices
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
+    from roll.pipeline.learning.actor_learner import ActorLearner
     from roll.pipeline.learning.engine_probe import EngineProbe
     from roll.trackers import TrackerGroup
 
@@ -46,8 +48,8 @@ class RunProgress:
         self,
         config: LoopOptions,
         samples: SampleSource,
-        learner: Learner,
-        synchronizer: WeightUpdates | None,
+        learner: ActorLearner,
+        synchronizer: WeightSynchronizer | None,
         trackers: TrackerGroup,
         target_reached: Callable[[dict[str, float]], bool] | None = None,
         batch_hook: BatchHook | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class Panel:
 
     metric: str
     title: str
-    draw: Callable[[Axes, Rows], None]
+    draw: Callable[[Axes, Rows, str], None]
 
 
 def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
@@ -83,7 +84,7 @@ def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(lines, columns, number + 1)
         dress(axes, panel.title)
-        panel.draw(axes, rows)
+        panel.draw(axes, rows, panel.metric)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
     return out_png
@@ -126,7 +127,7 @@ def dress(axes: Axes, title: str) -> None:
     axes.margins(x=0.02)
 
 
-def _trend(axes: Axes, rows: Rows, name: str, color: str) -> None:
+def _trend(axes: Axes, rows: Rows, name: str, color: str = "#2563a8") -> None:
     """Draws the values in a pale color, and their moving average with its last value as a label."""
     steps, values = series(rows, name)
     line = smooth(values)
@@ -141,15 +142,7 @@ def _mark_end(axes: Axes, step: int, value: float, color: str) -> None:
                   fontweight="bold", annotation_clip=False)  # fmt: skip
 
 
-def _reward(axes: Axes, rows: Rows) -> None:
-    _trend(axes, rows, "rollout/reward_mean", "#2563a8")
-
-
-def _loss(axes: Axes, rows: Rows) -> None:
-    _trend(axes, rows, "actor/loss", "#2563a8")
-
-
-def _validation(axes: Axes, rows: Rows, name: str = "val/score") -> None:
+def _validation(axes: Axes, rows: Rows, name: str) -> None:
     steps, values = series(rows, name)
     color = "#2a9d8f"
     axes.plot(steps, values, color=color, linewidth=2.0, marker="o", markersize=4.5, markeredgecolor="white")
@@ -160,23 +153,15 @@ def _validation(axes: Axes, rows: Rows, name: str = "val/score") -> None:
                       ha="right", color=PALE, fontsize=8)  # fmt: skip
 
 
-def _validation_loss(axes: Axes, rows: Rows) -> None:
-    _validation(axes, rows, "val/loss")
-
-
-def _length(axes: Axes, rows: Rows) -> None:
-    _trend(axes, rows, "rollout/response_length_mean", "#b5651d")
-
-
-def _time(axes: Axes, rows: Rows) -> None:
+def _time(axes: Axes, rows: Rows, name: str) -> None:
     """Draws the stacked parts of every step, slightly smoothed and without validation."""
-    rows = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
+    rows = [row for row in rows if row["step"] > 0 and row.get(name) is not None]
     steps = [int(row["step"]) for row in rows]
     overlapped = _overlapped(rows)
     stack = (WAITING if overlapped else GENERATION) + LEARNING
-    parts = [([row.get(name) or 0.0 for row in rows], label, color) for name, label, color in stack]
+    parts = [([row.get(part) or 0.0 for row in rows], label, color) for part, label, color in stack]
     parts = [part for part in parts if any(part[0])]
-    totals = [row["time/step"] - (row.get("time/val") or 0.0) for row in rows]
+    totals = [row[name] - (row.get("time/val") or 0.0) for row in rows]
     spent = [sum(column) for column in zip(*(values for values, _, _ in parts), strict=True)] or [0.0] * len(rows)
     parts.append(([max(0.0, total - used) for total, used in zip(totals, spent, strict=True)], "other", "#cbd2d9"))
     areas = [smooth(values, TIME_SMOOTHING_SHARE) for values, _, _ in parts]
@@ -199,11 +184,11 @@ def _overlapped(rows: Rows) -> bool:
 
 
 PANELS = (
-    Panel("rollout/reward_mean", "Reward, mean of the batch", _reward),
-    Panel("actor/loss", "Training loss", _loss),
+    Panel("rollout/reward_mean", "Reward, mean of the batch", _trend),
+    Panel("actor/loss", "Training loss", _trend),
     Panel("val/score", "Validation score", _validation),
-    Panel("val/loss", "Validation loss", _validation_loss),
-    Panel("rollout/response_length_mean", "Response length, tokens", _length),
+    Panel("val/loss", "Validation loss", _validation),
+    Panel("rollout/response_length_mean", "Response length, tokens", partial(_trend, color="#b5651d")),
     Panel("time/step", "Time of a step without validation, seconds", _time),
 )
 """The panels in order. The loss is drawn only without rewards, because a policy loss does not show progress."""

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 FINISH_S = 60.0
 """Time to finish after the end of the input; the run waits less, and so this holds if the run was killed."""
@@ -49,30 +49,20 @@ class Request:
         return self.id_file.read_text().strip() if self.resumed and self.id_file.exists() else None
 
 
-class Run(Protocol):
-    """A run of one tracker, started by the constructor."""
-
-    def __init__(self, request: Request, offline: bool) -> None:
-        """Starts or continues the run; with `offline`, on disk and without a server."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records one step."""
-
-    def finish(self) -> None:
-        """Sends what is left."""
-
-
 class LoggedRun:
-    """A run of a package whose `init` returns an object with `log` and `finish`."""
+    """A run of one tracker, started or continued by the constructor; with `offline`, on disk and without a server.
+
+    `_run`, with `log` and `finish`, is what `init` of most packages returns.
+    """
 
     _run: Any
 
+    def __init__(self, request: Request, offline: bool) -> None: ...
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records one step."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:
-        """Sends what is left."""
         self._run.finish()
 
 
@@ -128,7 +118,7 @@ class SwanlabRun(LoggedRun):
         request.id_file.write_text(self._run.id)
 
 
-class MlflowRun:
+class MlflowRun(LoggedRun):
     """MLflow; without a server, files that `mlflow ui` reads."""
 
     PARAMETERS_PER_CALL = 100
@@ -164,7 +154,7 @@ class MlflowRun:
         self._mlflow.end_run()
 
 
-RUNS: dict[str, type[Run]] = {"wandb": WandbRun, "swanlab": SwanlabRun, "mlflow": MlflowRun}
+RUNS: dict[str, type[LoggedRun]] = {"wandb": WandbRun, "swanlab": SwanlabRun, "mlflow": MlflowRun}
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +182,7 @@ def serve(lines: Iterator[str], answer: IO[str]) -> None:
         return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
 
     request, failures = Request(**json.loads(next(lines))), list[str]()
-    run: Run | None = None
+    run: LoggedRun | None = None
     while run is None and len(failures) < 2:
         try:
             run = RUNS[request.tracker](request, offline=bool(failures))

@@ -31,7 +31,7 @@ def test_with_overlapped_generation_only_waiting_is_part_of_a_step(tmp_path: Pat
     for generated, shown in ((0.5, {"generate", "train", "other"}), (1.8, {"wait for samples", "train", "other"})):
         line = {"step": 1, "time/step": 2.0, "time/train": 1.4, "time/wait_prev_gen": 0.5, "time/generate": generated}
         axes = Figure().add_subplot()
-        curves._time(axes, [line, {**line, "step": 2}])
+        curves._time(axes, [line, {**line, "step": 2}], "time/step")
         labels = {text.get_text() for text in axes.get_legend().get_texts()}
         assert labels - {"generation, overlapped"} == shown
         assert ("generation, overlapped" in labels) == (generated > 1)

@@ -42,7 +42,7 @@ ItemT = TypeVar("ItemT")
 ConfigT = TypeVar("ConfigT", bound=SFTConfig | PreferenceConfig)
 
 
-class StoredLearner(ActorLearner, ABC, Generic[ItemT]):
+class StoredLearner(ActorLearner, Generic[ItemT]):
     """Makes one optimizer step of each batch of examples."""
 
     loss: ClassVar[str]

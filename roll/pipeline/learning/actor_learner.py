@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from roll.pipeline.learning.performance import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
+    from roll.rollout.source import SampleBatch
+    from roll.rollout.timers import StepClock
 
 ROLE, CRITIC = "actor_train", "critic"
 
@@ -19,8 +22,8 @@ POLL_S, MAX_POLL_S = 0.02, 0.5
 """First and longest interval between two checks whether a checkpoint is written."""
 
 
-class ActorLearner:
-    """A learner of actor_train, and of a critic if there is one; saves, restores and exports them."""
+class ActorLearner(ABC):
+    """How a batch becomes an update of actor_train, and of a critic if there is one; saves, restores, exports them."""
 
     def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
         self._actor = actor
@@ -28,6 +31,10 @@ class ActorLearner:
         self._peak: float | None = None
         """Of the slowest device of actor_train; 0 where one is not known."""
         self._trained = {ROLE: actor} | ({} if critic is None else {CRITIC: critic})
+
+    @abstractmethod
+    async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
+        """Updates the weights with the whole batch, as step number `step`; returns `actor/...` and related metrics."""
 
     async def finish_step(self) -> dict[str, float]:
         """`memory/<role>_<kind>`: the largest of any rank, in bytes; and the peak of a device, where it is known."""
