@@ -29,7 +29,7 @@ VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 """What differs between two messages with one cause."""
 
 REPLACEMENT_INTERVAL_S = 60.0
-"""Least time between two events with one cause about the processes of a reward or of environments: many may hang."""
+"""Least time between two events with one cause: many processes may hang."""
 
 
 def set_aside_events(output_dir: str | Path) -> None:
@@ -100,6 +100,10 @@ class EventLog:
                 os.close(descriptor)
         except OSError as error:
             logger.warning("%s: not written: %s", self._path, error)
+
+    def process_replaced(self, component: str, cause: str) -> None:
+        """Writes that a process of a reward or of environments is replaced, one cause in REPLACEMENT_INTERVAL_S."""
+        self.record(component, "process replaced", f"replaces a process: {cause}", interval_s=REPLACEMENT_INTERVAL_S)
 
 
 def oom_kills() -> int:

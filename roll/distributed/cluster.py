@@ -29,7 +29,6 @@ from roll.distributed.process_groups import hold_port
 from roll.distributed.processes import (
     descendants,
     end,
-    end_with_parent,
     follow,
     gc_freeze,
     kill,
@@ -40,6 +39,7 @@ from roll.distributed.processes import (
 )
 from roll.distributed.worker import Worker, WorkerRank, process_name, registered_methods
 from roll.platforms import get_platform
+from roll.sandbox.isolation import end_with_parent
 
 if TYPE_CHECKING:
     from roll.configs.roles import RoleConfig

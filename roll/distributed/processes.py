@@ -6,7 +6,6 @@ Imports no torch: a worker process is pinned to its cores before torch counts th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -31,8 +30,6 @@ END_TIMEOUT_S = 5.0
 """A killed process is gone within milliseconds; an engine's children notice within seconds."""
 
 END_POLL_S = 0.02
-
-_PR_SET_PDEATHSIG = 1
 
 
 def process_environment(config: ProcessOptions, threads: int) -> dict[str, str]:
@@ -82,11 +79,6 @@ def pin(cores: tuple[int, ...]) -> None:
     """Pins every running thread of this process to `cores`; later threads inherit the affinity."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
-
-
-def end_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends, such as that of a Ray daemon."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

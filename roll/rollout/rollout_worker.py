@@ -2,7 +2,7 @@
 
 RLVR is an environment of one turn, so RLVR and agents share groups, batches, metrics and validation. They differ in how
 a group gets its trajectories: `roll.pipeline.kinds.rlvr` sends the requests of all groups in one call and scores
-the responses in one batch; `roll.pipeline.kinds.agentic_worker` runs episodes of many turns.
+the responses in one batch; `roll.rollout.agents.agentic_worker` runs episodes of many turns.
 """
 
 from __future__ import annotations

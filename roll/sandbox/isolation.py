@@ -67,7 +67,7 @@ def signal_at_parents_end(number: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Lets the kernel kill this process when the one that forked it ends."""
+    """Lets the kernel kill this process when the thread that started it ends, such as that of a Ray daemon."""
     signal_at_parents_end(9)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from roll.base.events import REPLACEMENT_INTERVAL_S, EventLog, Repeats
+from roll.base.events import EventLog, Repeats
 from roll.usercode.env_process import EnvServer, ResetResult, StepResult, prepare, serve_call
 from roll.usercode.pool import DIED_IDLE, ProcessStoppedError, UserProcessPool
 from roll.usercode.process import ProcessEndedError, UserProcess, do_nothing
@@ -162,8 +162,7 @@ class EnvPool:
         if self._events is None:
             logger.error("%s: replaces a process: %s", COMPONENT, cause)
         else:
-            message = f"replaces a process: {cause}"
-            self._events.record(COMPONENT, "process replaced", message, interval_s=REPLACEMENT_INTERVAL_S)
+            self._events.process_replaced(COMPONENT, cause)
 
 
 class EnvHandle:

@@ -26,8 +26,8 @@ from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group, SamplingParams
-from tests.pipeline.agents import Engines
 from tests.pipeline.kinds.test_rlvr_pipeline import PROMPTS, LengthScorer, SumScorer, two_rewards
+from tests.rollout.agents.agent_setup import Engines
 
 BATCH = 2
 RUN_STEPS = 4

@@ -12,7 +12,8 @@ import signal
 
 from setproctitle import setproctitle
 
-from roll.distributed.processes import end_with_parent, gc_freeze, gc_paused
+from roll.distributed.processes import gc_freeze, gc_paused
+from roll.sandbox.isolation import end_with_parent
 
 SERVER = os.getpid()
 """Process id of the server, also in the schedulers."""

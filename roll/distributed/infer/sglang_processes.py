@@ -26,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from roll.distributed.processes import end_with_parent, kill, wait_for_end
+from roll.distributed.processes import kill, wait_for_end
+from roll.sandbox.isolation import end_with_parent
 from roll.usercode.stopped import is_stopped
 
 SHARED_PREFIXES = ("sgl_shm_", "sglang_loads_")

@@ -10,11 +10,11 @@ from roll.configs.agentic import AgenticConfig
 from roll.datasets.tokenizer import conversation_encoder, load_tokenizer, response_text
 from roll.distributed.processes import log_file, process_environment
 from roll.envs import make_env
-from roll.pipeline.kinds.agentic_worker import AgenticWorker
-from roll.pipeline.kinds.episode import Task
 from roll.pipeline.kinds.rl import RLPipeline, WorkerFactory
-from roll.pipeline.kinds.runner import RolloutRunner
 from roll.pipeline.session import Session
+from roll.rollout.agents.agentic_worker import AgenticWorker
+from roll.rollout.agents.episode import Task
+from roll.rollout.agents.runner import RolloutRunner
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import Purpose
 from roll.rollout.types import SamplingParams

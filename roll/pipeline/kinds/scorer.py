@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from roll.base.errors import RunError
-from roll.base.events import REPLACEMENT_INTERVAL_S, EventLog
+from roll.base.events import EventLog
 from roll.configs.scoring.rewards import LARGEST_REWARD, RewardConfig, is_trainable, no_reward, rewards_of
 from roll.datasets.records import prefix_errors
 from roll.datasets.templates import EncodedPrompt
@@ -40,7 +40,9 @@ class Scorer:
         self._rewards, self._tokenizer, self._models = rewards, tokenizer, models or {}
         self._pools: dict[str, RewardPool | ModelScorer] = {
             name: self._models.get(name)
-            or RewardPool(config, None if events is None else partial(_record_replaced, events, name), self._decoded)
+            or RewardPool(
+                config, None if events is None else partial(events.process_replaced, f"rewards.{name}"), self._decoded
+            )
             for name, config in rewards.items()
         }
         self._filters = {name: QueryFilter.from_config(config.query_filter_config) for name, config in rewards.items()}
@@ -128,12 +130,6 @@ class Scorer:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-
-
-def _record_replaced(events: EventLog, name: str, cause: str) -> None:
-    events.record(
-        f"rewards.{name}", "process replaced", f"replaces a process: {cause}", interval_s=REPLACEMENT_INTERVAL_S
-    )
 
 
 def _request(group: Group, prompt: EncodedPrompt) -> RewardRequest:

@@ -19,8 +19,8 @@ from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, Trajectory
-from tests.pipeline.agents import Engines, one_of
 from tests.pipeline.kinds.test_rlvr_pipeline import PROMPTS, SAMPLING, SumScorer, two_rewards
+from tests.rollout.agents.agent_setup import Engines, one_of
 
 TEXT = EncodedPrompt(id="t", tag="text", ids=[9], ground_truth="1", row={})
 """A prompt that `math` rewards do not score."""

@@ -29,7 +29,7 @@ from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, SamplingParams
-from tests.pipeline.agents import Engines, decode, one_of
+from tests.rollout.agents.agent_setup import Engines, decode, one_of
 
 PROMPTS = [
     EncodedPrompt(id=f"p{i}", tag="math", ids=[7, i + 1], ground_truth=str(i), row={"level": i}) for i in range(5)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.configs.pipeline import role_seed
-from roll.pipeline.kinds.runner import run_all
+from roll.rollout.agents.runner import run_all
 from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group
-from tests.pipeline.agents import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
+from tests.rollout.agents.agent_setup import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
 
 WALK = task(max_steps=3)
 ANSWERS = one_of("left", "right", "gold", "fall", "x" * 40)
@@ -156,7 +156,7 @@ def test_lockstep_keeps_the_first_successful_episodes():
     [
         (None, "generation_failed", "out of memory"),
         ("boom", "env_raised", ": ArithmeticError: the ground gave way"),
-        ("treasure", "env_raised", "turn 2: tests/pipeline/agents.py:"),
+        ("treasure", "env_raised", "turn 2: tests/rollout/agents/agent_setup.py:"),
         ("treasure", "env_raised", "Steps.act: the rewards of the episode add up to 1.2e+18, it must be at most 1e+18"),
         ("hang", "env_hung", "turn 1: no answer within env_step_timeout_s = 10"),
     ],

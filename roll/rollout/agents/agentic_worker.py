@@ -10,8 +10,8 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
 from roll.datasets.batch import Batch
-from roll.pipeline.kinds.episode import Task
-from roll.pipeline.kinds.runner import RolloutRunner, run_all
+from roll.rollout.agents.episode import Task
+from roll.rollout.agents.runner import RolloutRunner, run_all
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import environment_metrics
 from roll.rollout.rollout_batch import batch_of_groups

@@ -10,9 +10,9 @@ from examples.tiny_frozen_lake.play import LAKE, write_play
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import role_seed
 from roll.datasets.sft import encode_sft_data, load_sft_data
-from roll.pipeline.kinds.episode import Episode, EpisodeFailed
+from roll.rollout.agents.episode import Episode, EpisodeFailed
 from roll.usercode.env_pool import EnvFailure
-from tests.pipeline.agents import (
+from tests.rollout.agents.agent_setup import (
     SAMPLING,
     VERSION,
     Engines,

@@ -14,8 +14,8 @@ from examples.tiny_math.prepare import make_tokenizer
 from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.envs.base import EnvConfig, TextEnv, Turn
-from roll.pipeline.kinds.episode import Episode, Task
-from roll.pipeline.kinds.runner import RolloutRunner
+from roll.rollout.agents.episode import Episode, Task
+from roll.rollout.agents.runner import RolloutRunner
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 from roll.usercode.env_pool import EnvPool, EnvSpec
@@ -136,7 +136,7 @@ def decode(ids: list[int]) -> str:
 
 
 def task(
-    env_type: str = "tests.pipeline.agents:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any
+    env_type: str = "tests.rollout.agents.agent_setup:Steps", max_steps: int = 3, max_tokens: int = 32, **options: Any
 ) -> Task:
     spec = EnvSpec(env_type, {"max_steps": max_steps, **options})
     return Task("Steps", spec, max_steps, max_tokens, "", "{turn_idx}: {observation}")

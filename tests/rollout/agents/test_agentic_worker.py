@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from roll.base.errors import RunError
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
-from roll.pipeline.kinds.agentic_worker import AgenticWorker, TagCycle
-from roll.pipeline.kinds.runner import run_all
+from roll.rollout.agents.agentic_worker import AgenticWorker, TagCycle
+from roll.rollout.agents.runner import run_all
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.timers import StepClock
 from roll.rollout.types import Group
-from tests.pipeline.agents import SAMPLING, Engines, Setup, one_of, run, task
+from tests.rollout.agents.agent_setup import SAMPLING, Engines, Setup, one_of, run, task
 
 ANSWERS = one_of("left", "right", "gold", "fall")
 

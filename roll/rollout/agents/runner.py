@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
 from roll.datasets.templates import ConversationEncoder
-from roll.pipeline.kinds.episode import Episode, EpisodeFailed, Task
+from roll.rollout.agents.episode import Episode, EpisodeFailed, Task
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.timers import Timer

@@ -1,0 +1,1 @@
+"""Rollouts of agents: episodes of many turns between engines and environments."""
