@@ -155,12 +155,12 @@ def compute_advantages(
     turns, episodes = inputs.get("turns"), episodes_of(mask, inputs.get("turns"))
     if turns is not None:
         check_turns(turns, raw, groups, mask)
-    penalties = length_penalties(raw, mask.sum(-1), groups, episodes, config)
-    shaped = shape_scores(raw - penalties.total, episodes, config)
+    penalty, lost = length_penalties(raw, mask.sum(-1), groups, episodes, config)
+    shaped = shape_scores(raw - penalty, episodes, config)
     tags, before = None if turns is None else turns.tag_ids, inputs.get("statistics") or RunStatistics()
     shaped, statistics, normalised = apply_norm(shaped, groups, tags, episodes, config, before, inputs.get("tag_names"))
     kl = _reference_kl(config, mask, inputs.get("log_probs"), inputs.get("ref_log_probs"))
-    batch = _reward_batch(shaped, groups, mask, kl, penalties.total, config, inputs)
+    batch = _reward_batch(shaped, groups, mask, kl, penalty, config, inputs)
     advantages, returns = config.estimator(batch, config.options_of(config.estimator))
     if config.use_opd and batch.teacher_kl is not None:
         advantages = advantages - config.opd_kl_coef * batch.teacher_kl
@@ -174,7 +174,7 @@ def compute_advantages(
         advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    metrics = _metrics(advantages, returns, mask, batch, config) | penalties.metrics | normalised | weighted
+    metrics = _metrics(advantages, returns, mask, batch, config) | lost | normalised | weighted
     if kl is not None:
         metrics |= {"advantage/token_kl": float(masked_mean(kl, mask)), "advantage/kl_coef": inputs.get("kl_coef", 0.0)}
     if batch.teacher_kl is not None:

@@ -103,55 +103,32 @@ def constant_group(values: Tensor, groups: Tensor) -> Tensor:
     return (highest == lowest)[groups]
 
 
-def normalize(
-    values: Tensor, groups: Tensor, mean_type: str | None, std_type: str | None, minimum_std: float = 0.0
-) -> Tensor:
-    """(x - mean) / (std + EPSILON), [n] from values [n] and group numbers [n].
+def normalize(values: Tensor, mean_of: Tensor | None, std_of: Tensor | None, minimum_std: float = 0.0) -> Tensor:
+    """(x - mean) / (std + EPSILON) of the values [n], exactly 0 where `zero_variance` holds.
 
-    Args:
-        values: [n].
-        groups: [n] int64.
-        mean_type: `batch` or `group`, the set whose mean is subtracted; None subtracts nothing.
-        std_type: `batch` or `group`, the set whose unbiased standard deviation divides; None divides by nothing.
-        minimum_std: see `zero_variance`.
-
-    Returns:
-        [n]; exactly 0 where `zero_variance` holds.
+    `mean_of` and `std_of` are the numbers [n] of the sets whose mean and unbiased standard deviation are taken; None
+    leaves that out.
     """
     if not values.numel():
         return values
-    result = values
-    if mean_type is not None:
-        result = result - group_mean(values, _population(groups, mean_type))
-    if std_type is not None:
-        result = result / std_divisor(values, groups, std_type)
-    return torch.where(zero_variance(values, groups, (mean_type, std_type), minimum_std), 0.0, result)
+    result = values if mean_of is None else values - group_mean(values, mean_of)
+    if std_of is not None:
+        result = result / (group_std(values, std_of) + EPSILON)
+    return torch.where(zero_variance(values, (mean_of, std_of), minimum_std), 0.0, result)
 
 
-def std_divisor(values: Tensor, groups: Tensor, std_type: str) -> Tensor:
-    """Std + EPSILON [n], with the standard deviation of the `batch` or of the `group`."""
-    return group_std(values, _population(groups, std_type)) + EPSILON
+def zero_variance(values: Tensor, sets: Sequence[Tensor | None], minimum_std: float = 0.0) -> Tensor:
+    """Where one of the sets of a value has equal values only, as one of a single value has, [n] bool.
 
-
-def zero_variance(
-    values: Tensor, groups: Tensor, types: tuple[str | None, str | None], minimum_std: float = 0.0
-) -> Tensor:
-    """Where one of the sets (`batch` or `group`) that `types` name has equal values only, [n] bool.
-
-    A group of one has equal values. With `minimum_std` above 0, a standard deviation of at most that counts as well.
+    With `minimum_std` above 0, a standard deviation of at most that counts as well.
     """
-    flat = torch.zeros_like(groups, dtype=torch.bool)
-    for kind in types:
-        if kind is not None:
-            population = _population(groups, kind)
-            flat = flat | constant_group(values, population)
+    flat = torch.zeros_like(values, dtype=torch.bool)
+    for numbers in sets:
+        if numbers is not None:
+            flat = flat | constant_group(values, numbers)
             if minimum_std > 0:
-                flat = flat | (group_std(values, population) <= minimum_std)
+                flat = flat | (group_std(values, numbers) <= minimum_std)
     return flat
-
-
-def _population(groups: Tensor, kind: str) -> Tensor:
-    return groups if kind == "group" else torch.zeros_like(groups)
 
 
 @dataclass(frozen=True)

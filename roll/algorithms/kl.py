@@ -54,46 +54,29 @@ def kl_divergence(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> T
     return KL_ESTIMATORS[estimator](log_probs - ref_log_probs)
 
 
-@dataclass
-class FixedKLController:
-    """A constant KL coefficient, with the interface of an adaptive one.
-
-    Attributes:
-        coefficient: weight of the KL in the token reward (`init_kl_coef`).
-    """
-
-    coefficient: float
-
-    def update(self, kl: float, samples: int) -> None:
-        """Called after a batch of `samples` with its mean KL per token; does nothing."""
-
-
 KL_ERROR_CLIP = 0.2
 """Bound of the relative KL error in one update, so that one unusual batch cannot change the coefficient by much."""
 
 
 @dataclass
-class AdaptiveKLController(FixedKLController):
-    """A KL coefficient that increases while the KL is above its target and decreases while it is below.
+class KLController:
+    """The weight of the KL in the token reward; with a target it rises while the KL is above it, and falls below it.
 
     c <- c (1 + clip(KL / target - 1, +-KL_ERROR_CLIP) samples / horizon), never below 0. Source: Ziegler et al. 2019
     (arXiv 1909.08593) section 2.2.
 
     Attributes:
-        coefficient: current value.
-        target: target of the mean KL per token, in nats (`target_kl`).
+        coefficient: current value; the first is `init_kl_coef`.
+        target: of the mean KL per token, in nats (`target_kl`); None: the coefficient is constant.
         horizon: samples over which the coefficient changes (`kl_horizon`).
     """
 
-    target: float
-    horizon: int
+    coefficient: float
+    target: float | None = None
+    horizon: int = 1
 
     def update(self, kl: float, samples: int) -> None:
         """Updates the coefficient after a batch of `samples` whose mean KL per token was `kl`."""
-        error = min(max(kl / self.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
-        self.coefficient = max(self.coefficient * (1 + error * samples / self.horizon), 0.0)
-
-
-def kl_controller(coefficient: float, target: float | None, horizon: int) -> FixedKLController:
-    """An adaptive controller if there is a target, otherwise a fixed one."""
-    return FixedKLController(coefficient) if target is None else AdaptiveKLController(coefficient, target, horizon)
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -KL_ERROR_CLIP), KL_ERROR_CLIP)
+            self.coefficient = max(self.coefficient * (1 + error * samples / self.horizon), 0.0)

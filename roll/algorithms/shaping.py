@@ -21,23 +21,10 @@ if TYPE_CHECKING:
 # Length penalties
 
 
-@dataclass(frozen=True)
-class LengthPenalties:
-    """What the scores of a batch lose by the lengths of its responses.
-
-    Attributes:
-        total: [B] float32, subtracted from the scores; negative where a short response gains.
-        metrics: to log.
-    """
-
-    total: Tensor
-    metrics: dict[str, float]
-
-
 def length_penalties(
     scores: Tensor, lengths: Tensor, groups: Tensor, episodes: Episodes, config: AdvantageSettings
-) -> LengthPenalties:
-    """The sum of `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`.
+) -> tuple[Tensor, dict[str, float]]:
+    """What scores lose [B] by `overlong_buffer_len`, `length_penalty_per_token` and `length_reward_coef`, and metrics.
 
     The raw rewards, `scores` [B], say whether a response is correct.
     """
@@ -58,7 +45,7 @@ def length_penalties(
         gain = episodes.to_samples(config.length_reward_coef * reward)
         total = total - gain
         metrics["advantage/length_reward"] = _mean(gain, episodes)
-    return LengthPenalties(total, metrics)
+    return total, metrics
 
 
 def overlong_penalty(lengths: Tensor, config: AdvantageSettings) -> Tensor:
@@ -280,67 +267,44 @@ def sample_weights(
     """Factors [B] of the advantages after `difficulty_loss_weight` and `length_loss_weight`, and metrics.
 
     With both on, a factor is the product of the two, divided by its mean over the episodes that stay in the loss. None
-    with both off.
-
-    `learned` [B] are the samples that stay in the loss; None: all.
+    with both off. `learned` [B] are the samples that stay in the loss; None: all. Padding has weight 0.
     """
     found: list[Tensor] = []
     metrics: dict[str, float] = {}
     if config.difficulty_loss_weight:
-        weights, of_difficulty = difficulty_weights(scores, groups, learned, episodes, config)
-        found.append(weights)
-        metrics |= of_difficulty
+        difficulty = 1 - group_mean(episodes.per_episode(scores), episodes.group_numbers(groups)).clamp(0, 1)
+        metrics["advantage/difficulty"] = float(difficulty.mean()) if len(difficulty) else 0.0
+        easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
+        found.append(_with_mean_1(easy + (hard - easy) * difficulty, learned, episodes))
+        metrics |= _bounds("advantage/difficulty_weight", found[-1])
     if config.length_loss_weight:
-        weights, of_length = length_weights(lengths, learned, episodes, config)
-        found.append(weights)
-        metrics |= of_length
-    if len(found) < 2:
-        return (found[0] if found else None), metrics
-    product = episodes.per_episode(found[0] * found[1])
-    return episodes.to_samples(_with_mean_1(product, learned, episodes)), metrics
+        found.append(_with_mean_1(_length_weights(lengths, learned, episodes, config), learned, episodes))
+        metrics |= _bounds("advantage/length_weight", found[-1])
+    if not found:
+        return None, metrics
+    weights = found[0] if len(found) == 1 else _with_mean_1(found[0] * found[1], learned, episodes)
+    return episodes.to_samples(weights), metrics
 
 
 def _with_mean_1(weights: Tensor, learned: Tensor | None, episodes: Episodes) -> Tensor:
-    """Weights [E] divided by their mean over the episodes that stay in the loss; all 0 if that is 0."""
+    """Weights [E] divided by their mean over the episodes that stay in the loss; all 0 if that is 0.
+
+    So the size of an update does not depend on how difficult, or how long, the responses of a batch are.
+    """
     kept = weights if learned is None else weights[episodes.per_episode(learned)]
     mean = float(kept.mean()) if len(kept) else 0.0
     return weights / mean if mean > 0 else torch.zeros_like(weights)
 
 
-def _bounds(weights: Tensor) -> tuple[float, float]:
+def _bounds(name: str, weights: Tensor) -> dict[str, float]:
     low, high = (float(bound) for bound in torch.aminmax(weights)) if len(weights) else (0.0, 0.0)
-    return low, high
+    return {f"{name}_min": low, f"{name}_max": high}
 
 
-def difficulty_weights(
-    scores: Tensor, groups: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageSettings
-) -> tuple[Tensor, dict[str, float]]:
-    """Factors [B] of the advantages by the difficulty of each sample's prompt, and metrics.
+def _length_weights(lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageSettings) -> Tensor:
+    """W = short + (long - short) p [E] with p = (length - shortest) / (longest - shortest) of what stays in the loss.
 
-    w = easy + (hard - easy) d with d = 1 - clip(mean score of the group, 0, 1), divided by the mean of w over the
-    episodes that stay in the loss, so that the size of an update does not depend on how difficult a batch is. Without
-    a weight above 0 among these, all are 0. Padding has weight 0.
-    """
-    means = group_mean(episodes.per_episode(scores), episodes.group_numbers(groups))
-    difficulty = 1 - means.clamp(0, 1)
-    easy, hard = config.difficulty_weight_easy, config.difficulty_weight_hard
-    weights = easy + (hard - easy) * difficulty
-    weights = _with_mean_1(weights, learned, episodes)
-    low, high = _bounds(weights)
-    return episodes.to_samples(weights), {
-        "advantage/difficulty": float(difficulty.mean()) if len(difficulty) else 0.0,
-        "advantage/difficulty_weight_min": low,
-        "advantage/difficulty_weight_max": high,
-    }
-
-
-def length_weights(
-    lengths: Tensor, learned: Tensor | None, episodes: Episodes, config: AdvantageSettings
-) -> tuple[Tensor, dict[str, float]]:
-    """Factors [B] of the advantages by the length of each sample's response, and metrics.
-
-    w = short + (long - short) p with p = (length - shortest) / (longest - shortest) over the episodes that stay in the
-    loss, divided by the mean of w over these. Where they have one length, all weights are 1. Padding has weight 0.
+    Others are cut to this range. Where all have one length, all weights are equal.
     """
     tokens = episodes.sum_samples(lengths).float()
     kept = tokens if learned is None else tokens[episodes.per_episode(learned)]
@@ -348,9 +312,4 @@ def length_weights(
     fraction = ((tokens - shortest) / (longest - shortest).clamp(min=1)).clamp(0, 1)
     fraction = torch.where(longest == shortest, 0.5, fraction)
     short, long = config.length_weight_short, config.length_weight_long
-    weights = _with_mean_1(short + (long - short) * fraction, learned, episodes)
-    low, high = _bounds(weights)
-    return episodes.to_samples(weights), {
-        "advantage/length_weight_min": low,
-        "advantage/length_weight_max": high,
-    }
+    return short + (long - short) * fraction

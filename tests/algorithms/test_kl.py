@@ -8,9 +8,7 @@ import torch
 from roll.algorithms.kl import (
     KL_CLAMP,
     KL_ESTIMATORS,
-    AdaptiveKLController,
-    FixedKLController,
-    kl_controller,
+    KLController,
     kl_divergence,
 )
 
@@ -46,24 +44,20 @@ def test_k3_is_bounded_and_has_a_finite_gradient_for_any_log_ratio():
     assert torch.isfinite(log_probs.grad).all()
 
 
-def test_a_fixed_controller_is_constant():
-    controller = FixedKLController(0.2)
+def test_without_a_target_the_coefficient_is_constant():
+    controller = KLController(0.2)
     controller.update(kl=5.0, samples=100)
     assert controller.coefficient == 0.2
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.11, 1.01), (0.5, 1.02), (0.09, 0.99), (0.0, 0.98), (-1.0, 0.98)])
 def test_an_adaptive_controller_moves_towards_its_target(kl, factor):
-    controller = kl_controller(0.2, target=0.1, horizon=1000)
+    controller = KLController(0.2, target=0.1, horizon=1000)
     controller.update(kl=kl, samples=100)
     assert controller.coefficient == pytest.approx(0.2 * factor)
 
 
-def test_without_a_target_the_coefficient_is_fixed():
-    assert type(kl_controller(0.2, None, 1000)) is FixedKLController
-
-
 def test_a_batch_larger_than_the_horizon_does_not_turn_the_coefficient_negative():
-    controller = AdaptiveKLController(0.2, target=0.1, horizon=10)
+    controller = KLController(0.2, target=0.1, horizon=10)
     controller.update(kl=0.0, samples=100)
     assert controller.coefficient == 0.0

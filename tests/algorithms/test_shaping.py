@@ -13,9 +13,7 @@ from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compu
 from roll.algorithms.shaping import (
     RunStatistics,
     ScoreStatistics,
-    difficulty_weights,
     length_reward,
-    length_weights,
     sample_weights,
 )
 from roll.algorithms.turns import episodes_of
@@ -128,7 +126,8 @@ WEIGHTED = replace(PLAIN, difficulty_loss_weight=True)
 def weights_of(scores, groups, learned=None, config=WEIGHTED):
     mask = responses(*[3] * len(scores))
     kept = None if learned is None else torch.tensor(learned)
-    return difficulty_weights(torch.tensor(scores), torch.tensor(groups), kept, episodes_of(mask, None), config)
+    tensors = torch.tensor(scores), torch.tensor(groups), mask.sum(-1), kept, episodes_of(mask, None)
+    return sample_weights(*tensors, config)
 
 
 def test_the_weight_of_a_prompt_falls_evenly_with_its_mean_score():
@@ -189,7 +188,7 @@ def test_a_trajectory_counts_once_in_the_difficulty_whatever_its_turns_are():
     mask, scores = responses(3, 3, 3), torch.tensor([1.0, 1.0, 0.0])
     turns = replace(single_turns(scores, mask), trajectory_ids=torch.tensor([0, 0, 1]))
     groups = torch.tensor([0, 0, 1])
-    weights, metrics = difficulty_weights(scores, groups, None, episodes_of(mask, turns), WEIGHTED)
+    weights, metrics = sample_weights(scores, groups, mask.sum(-1), None, episodes_of(mask, turns), WEIGHTED)
     assert weights.tolist() == pytest.approx([0.4, 0.4, 1.6])
     assert metrics["advantage/difficulty"] == 0.5
 
@@ -206,7 +205,8 @@ BY_LENGTH = replace(PLAIN, length_loss_weight=True)
 def weights_by_length(lengths, learned=None, config=BY_LENGTH):
     kept = None if learned is None else torch.tensor(learned)
     episodes = episodes_of(responses(*lengths), None)
-    weights, metrics = length_weights(torch.tensor(lengths), kept, episodes, config)
+    none = torch.zeros(len(lengths))
+    weights, metrics = sample_weights(none, none.long(), torch.tensor(lengths), kept, episodes, config)
     return weights.tolist(), metrics
 
 

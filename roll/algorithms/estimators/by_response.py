@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ def grpo(batch: RewardBatch, options: GRPOOptions) -> tuple[Tensor, Tensor]:
     `grpo_norm_by_std: false` leaves out the division (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal R,
     has A = 0. Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2.
     """
-    return by_response(batch, _centered("group" if options.grpo_norm_by_std else None))
+    return by_response(batch, lambda r, groups: normalize(r, groups, groups if options.grpo_norm_by_std else None))
 
 
 @estimator("rloo", in_group=True, per_response=True)
@@ -40,7 +40,7 @@ def rloo(batch: RewardBatch, options: object) -> tuple[Tensor, Tensor]:
 
     def minus_others(rewards: Tensor, groups: Tensor) -> Tensor:
         sizes = torch.bincount(groups)[groups].to(rewards.dtype)
-        return normalize(rewards, groups, "group", None) * (sizes / (sizes - 1).clamp(min=1))
+        return normalize(rewards, groups, None) * (sizes / (sizes - 1).clamp(min=1))
 
     return by_response(batch, minus_others)
 
@@ -78,7 +78,7 @@ def lite_ppo(batch: RewardBatch, options: object) -> tuple[Tensor, Tensor]:
     With the std of the batch, prompts whose responses have almost equal scores do not get large advantages. Source:
     Liu et al. 2025, "Tricks or Traps?" (arXiv 2508.08221).
     """
-    return by_response(batch, _centered("batch"))
+    return by_response(batch, lambda rewards, groups: normalize(rewards, groups, torch.zeros_like(groups)))
 
 
 @estimator("reinforce_plus_plus_baseline", whitens=True, in_group=True, per_response=True)
@@ -87,7 +87,7 @@ def reinforce_plus_plus_baseline(batch: RewardBatch, options: object) -> tuple[T
 
     Source: REINFORCE++ (arXiv 2501.03262), its variant with a group baseline.
     """
-    advantages, returns = by_response(batch, _centered(None))
+    advantages, returns = by_response(batch, lambda rewards, groups: normalize(rewards, groups, None))
     return whiten(advantages, batch.response_mask), returns
 
 
@@ -118,11 +118,6 @@ def gpg(batch: RewardBatch, options: object) -> tuple[Tensor, Tensor]:
     def scaled(rewards: Tensor, groups: Tensor) -> Tensor:
         moving = groups[~constant_group(rewards, groups)].unique().numel()
         factor: float = groups.unique().numel() / max(moving, 1)
-        return normalize(rewards, groups, "group", None) * factor
+        return normalize(rewards, groups, None) * factor
 
     return by_response(batch, scaled)
-
-
-def _centered(std_type: str | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """f(R [E], groups [E]) [E]: R minus the mean of its group, divided by the std of `std_type` if given."""
-    return lambda rewards, groups: normalize(rewards, groups, "group", std_type)

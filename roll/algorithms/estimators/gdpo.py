@@ -30,9 +30,9 @@ def gdpo(batch: RewardBatch, options: object) -> tuple[Tensor, Tensor]:
     penalty = batch.episode_kl
     if batch.overlong is not None:
         penalty = penalty + episodes.per_episode(batch.overlong)
-    total = -normalize(penalty.double(), groups, "group", None)
+    total = -normalize(penalty.double(), groups, None)
     for scores, weight in zip(episodes.per_episode(parts).double().unbind(-1), weights, strict=True):
         scored = ~scores.isnan()
-        total[scored] += weight * normalize(scores[scored], groups[scored], "group", "group")
+        total[scored] += weight * normalize(scores[scored], groups[scored], groups[scored])
     sampled = episodes.sum_samples(batch.response_mask.sum(-1)) > 0
     return by_response(batch, lambda rewards, groups: whiten(total, sampled).to(rewards.dtype))

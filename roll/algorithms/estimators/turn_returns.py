@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.algorithms.aggregation import EPSILON, masked, normalize, std_divisor, zero_variance
+from roll.algorithms.aggregation import EPSILON, group_std, masked, normalize, zero_variance
 from roll.algorithms.estimators.base import DiscountOptions, RewardBatch, estimator, given
 from roll.algorithms.lazy_torch import Tensor, torch
 from roll.algorithms.returns import discounted_sum
@@ -233,18 +233,22 @@ def _group_ids(batch: RewardBatch, turns: Turns, norm: RewardNormalization) -> T
     }[norm.grouping]
 
 
+def _sets(ids: Tensor, norm: RewardNormalization) -> tuple[Tensor | None, Tensor | None]:
+    """The numbers [n] of the sets of the mean and of the std, from ids [n] that are equal in a group."""
+    groups = consecutive(ids)
+    numbers = {"group": groups, "batch": torch.zeros_like(groups), None: None}
+    return numbers[norm.norm_mean_type], numbers[norm.norm_std_type]
+
+
 def _normalized(values: Tensor, ids: Tensor, norm: RewardNormalization) -> Tensor:
     """norm(values [n]; ids [n]), see the module docstring."""
-    return normalize(values, consecutive(ids), norm.norm_mean_type, norm.norm_std_type, minimum_std=EPSILON)
+    return normalize(values, *_sets(ids, norm), minimum_std=EPSILON)
 
 
 def _scale(values: Tensor, ids: Tensor, norm: RewardNormalization) -> Tensor:
     """[n] the factor that `_normalized` applies to the values."""
     if not values.numel():
         return values
-    groups = consecutive(ids)
-    scale = torch.ones_like(values)
-    if norm.norm_std_type is not None:
-        scale = scale / std_divisor(values, groups, norm.norm_std_type)
-    flat = zero_variance(values, groups, (norm.norm_mean_type, norm.norm_std_type), EPSILON)
-    return torch.where(flat, 0.0, scale)
+    sets = _sets(ids, norm)
+    scale = torch.ones_like(values) if sets[1] is None else 1.0 / (group_std(values, sets[1]) + EPSILON)
+    return torch.where(zero_variance(values, sets, EPSILON), 0.0, scale)

@@ -36,7 +36,7 @@ from roll.algorithms.correction import (
     off_policy_correction,
 )
 from roll.algorithms.distillation import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
-from roll.algorithms.kl import kl_controller
+from roll.algorithms.kl import KLController
 from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
@@ -98,7 +98,7 @@ class RLLearner(ActorLearner):
         self._advantage_config = config.advantages
         if config.opd_top_k is not None:  # the teacher is a term of the loss, not of the advantages
             self._advantage_config = replace(self._advantage_config, opd_kl_coef=0.0)
-        self._kl = kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._statistics = RunStatistics()
         self._separate_pass = type(self) is not RLLearner
         self._temperature = config.actor_infer.generating_args.temperature
