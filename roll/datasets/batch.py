@@ -65,11 +65,7 @@ class Batch:
         return Batch(tensors, self.non_tensor_batch, self.meta_info)
 
     def select(self, *keys: str) -> Batch:
-        """These tensors alone.
-
-        Raises:
-            KeyError: there is no such tensor.
-        """
+        """These tensors alone; KeyError where there is no such tensor."""
         return Batch({key: self.batch[key] for key in keys})
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> Batch:

@@ -74,10 +74,7 @@ def chat_messages(question: Question) -> tuple[Message, ...]:
 class PromptEncoder:
     """Applies a chat template and a tokenizer to prompts.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        template: one of `template_names()`.
-        variables: of `template_variables`.
+    `template` is one of `template_names()`, and `variables` are those of `template_variables`.
 
     Raises:
         DatasetError: the template is unknown, or the tokenizer lacks it or one of its special tokens.

@@ -181,11 +181,6 @@ class CheckpointManager:
         return None
 
     def _require_intact(self, path: Path) -> Path:
-        """A checkpoint that was named.
-
-        Raises:
-            CheckpointError: it is damaged; names the newest one that is not.
-        """
         problem = damage(path, path / MARKER)
         if problem is None:
             return path

@@ -57,19 +57,9 @@ class RunProgress:
         engine_check: EngineProbe | None = None,
         performance: Performance | None = None,
     ) -> None:
-        """Connects the parts.
+        """Connects the parts; without engines there is no synchronizer and no check of them.
 
-        Args:
-            config: when the loop validates, saves and ends.
-            samples: where batches come from.
-            learner: how a batch becomes an update of the weights.
-            synchronizer: None without engines.
-            trackers: of the metrics of each step.
-            target_reached: whether these validation metrics end the run.
-            batch_hook: sees every batch before it is learned from.
-            devices: on which trainer and engines take turns, if they do.
-            engine_check: compares the engines with the trainer before the first step.
-            performance: measures the throughput of each step.
+        `target_reached` says whether validation metrics end the run; trainer and engines take turns on `devices`.
         """
         self._config, self._samples, self._learner, self._synchronizer = config, samples, learner, synchronizer
         self._devices, self._trackers = devices, trackers

@@ -56,11 +56,6 @@ class Panel:
 def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
     """Plots `run_dir`/metrics.jsonl to `out_png` and returns that path.
 
-    Args:
-        run_dir: output folder of a run.
-        out_png: file to write; its folder is created if missing.
-        title: above the plot.
-
     Raises:
         ValueError: the run logged none of the plotted metrics.
     """

@@ -42,13 +42,7 @@ CLOSE_S = 5.0
 class ExternalTracker(Tracker):
     """Sends the steps to a process that runs the tracker's package; the process starts with the first step.
 
-    Args:
-        name: of the tracker and of the module that it imports.
-        options: its `tracker_kwargs`.
-        config: of the run, shown by the tracker.
-        output_dir: of the run; the tracker keeps its local files there.
-        close_s: time for the last steps at the end of the run.
-        late_s: a step that the tracker has not accepted after this time is reported.
+    `config` is shown by the tracker, which keeps its local files in `output_dir`; `options` are its `tracker_kwargs`.
     """
 
     def __init__(

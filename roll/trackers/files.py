@@ -81,12 +81,9 @@ class DiskFullError(RunError):
     """A file of the run does not fit on its disk; the message names the file and the bytes."""
 
     def __init__(self, path: Path, needed: str = "", free: int | None = None) -> None:
-        """Explains what could not be written.
+        """Explains what could not be written; `needed` is how much, where that is known, such as `52.3 MB needed`.
 
-        Args:
-            path: of the file or folder.
-            needed: how much it needs, such as `52.3 MB needed`, where that is known.
-            free: bytes that were free before the write; None: the bytes that are free now.
+        `free` bytes were free before the write; None: the bytes that are free now.
         """
         known = [needed] if needed else []
         free = free_bytes(path) if free is None else free
@@ -275,12 +272,7 @@ def write_run_json(
 ) -> Path:
     """Writes `folder`/run.json and returns its path: atomically or, with a summary on a full disk, in place.
 
-    Args:
-        folder: output folder of the run; created if missing.
-        config: the resolved configuration, a dataclass or a mapping.
-        plan: the plan of the run, a dataclass or a mapping; or None.
-        versions: of Python and all dependencies; by default those of this process.
-        summary: result of the run; None while it is running.
+    Configuration and plan are dataclasses or mappings; `versions` are by default those of this process.
 
     Raises:
         RunError: the file cannot be written.

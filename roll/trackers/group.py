@@ -18,14 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerGroup:
-    """Passes every step to all trackers, and writes run.json at the start and at the end of the run.
-
-    Args:
-        config: of the run.
-        trackers: that record its steps.
-        plan: for run.json.
-        metrics: user-defined metrics, added to those of every step.
-    """
+    """Passes every step to all trackers, and writes run.json at the start and at the end of the run."""
 
     def __init__(
         self, config: TrackerOptions, trackers: list[Tracker], plan: Any = None, metrics: Metrics | None = None
@@ -71,10 +64,7 @@ class TrackerGroup:
 def make_trackers(config: TrackerOptions, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:
     """The trackers of a run: metrics.jsonl and run.json in `output_dir`, and those named in `track_with`.
 
-    Args:
-        config: of the run; `tracker_kwargs` has the options of each tracker under its name.
-        plan: for run.json; a dataclass or a mapping.
-        metrics: user-defined metrics, added to those of every step.
+    `plan` is for run.json; user-defined `metrics` are added to those of every step.
     """
     output_dir = Path(config.output_dir)
     trackers: list[Tracker] = [JsonlTracker(output_dir / METRICS_FILE)]

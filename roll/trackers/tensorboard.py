@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes event files; on resume, TensorBoard itself purges points after the resumed step.
-
-    Args:
-        log_dir: folder of the event files.
-        flush_secs: longest time a point stays in memory, in seconds.
-    """
+    """Writes event files; on resume, TensorBoard itself purges points after the resumed step."""
 
     def __init__(self, log_dir: Path, flush_secs: float = TensorBoardOptions.flush_secs) -> None:
         self._log_dir = log_dir

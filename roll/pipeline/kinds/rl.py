@@ -79,13 +79,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def worker_factory(self, session: Session, own_process: bool) -> WorkerFactory:
-        """How to make the rollout worker.
-
-        Args:
-            session: of the running clusters.
-            own_process: the rollouter runs in a separate process, so the factory must be picklable, and resources
-                that this process holds for the worker are closed.
-        """
+        """How to make the rollout worker; in a process of its own, the factory must be picklable."""
 
     async def build(self, session: Session, trackers: TrackerGroup) -> TrainingLoop:
         """The training loop, connected to the running clusters."""

@@ -37,12 +37,7 @@ ModelScorer = RewardModelScorer | JudgeModelScorer
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The cluster of role `reward`; can be pickled.
-
-    Attributes:
-        client: calls its ranks.
-        config: of the role.
-    """
+    """The cluster of role `reward`; can be pickled."""
 
     client: ClusterClient[TrainWorker]
     config: RewardModelRoleConfig
@@ -63,13 +58,7 @@ class RewardModel:
 
 @dataclass
 class RewardEngines:
-    """The engines of role `reward`; can be pickled.
-
-    Attributes:
-        engines: calls them.
-        config: of the role.
-        retries: of a failed request.
-    """
+    """The engines of role `reward`, with the retries of a failed request; can be pickled."""
 
     engines: EngineClient
     config: RewardEngineConfig
@@ -92,13 +81,7 @@ class RewardEngines:
 
 @dataclass
 class JudgeModel:
-    """The engines of role `judge`; can be pickled.
-
-    Attributes:
-        engines: calls them.
-        config: of the run.
-        stop_token_ids: end an answer.
-    """
+    """The engines of role `judge`, whose answers end with one of `stop_token_ids`; can be pickled."""
 
     engines: EngineClient
     config: RLVRConfig

@@ -41,11 +41,7 @@ SOURCES = {
 
 
 def check_finite(response_mask: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-    """Every log-prob and value of a response token is a number: ratios and returns of infinite ones would be NaN.
-
-    Args:
-        response_mask: [B, T].
-        values: [B, T] by name; those of `SOURCES` are checked.
+    """Every log-prob and value [B, T] of a response token is a number: ratios of infinite ones would be NaN.
 
     Raises:
         RunError: with the role that computed the others, and their samples.
@@ -183,10 +179,7 @@ def _disagreement(engine: str, exceeded: str, cause: str) -> RunError:
 def check_first_update(step: Mapping[str, float], loss: PolicySettings, config: LearnerOptions) -> None:
     """Before any update log pi is log p, or log mu as far as engine and trainer agree; RunError where it is not.
 
-    Args:
-        step: metrics of the policy loss of the first optimizer step.
-        loss: says against which of them its ratio is taken.
-        config: has the bounds.
+    `step` has the metrics of the first optimizer step; `loss` says against which of them its ratio is taken.
     """
     mismatch = Mismatch.of_step(step)
     if loss.bypass or loss.pg_ratio_base == "behavior":
