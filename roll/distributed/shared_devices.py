@@ -11,9 +11,10 @@ one phase needs. An engine discards its weights instead: only a weight update ma
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
 
 from roll.configs.asynchronous import InFlightPolicy
 from roll.distributed.calls.remote_call import ALL
@@ -100,32 +101,23 @@ class SharedDevices:
         await self._load(target)
 
     async def _offload(self, target: Held) -> None:
-        certain, held = self._certain, self._possible
-        self._certain = certain & target
-        calls: list[Awaitable[object]] = []
-        for name, clusters in self._clusters.items():
-            if leaving := getattr(held, name) - getattr(target, name):
-                calls += [cluster.call(ALL, TrainWorker.offload_states, sorted(leaving)) for cluster in clusters]
-        if freed := held.engines - target.engines:
-            calls.append(self._infer.call(ALL, InferWorker.release_memory, sorted(freed)))
-        await _all(calls)
+        held, self._certain = self._possible, self._certain & target
+        await self._move(held, target, TrainWorker.offload_states, InferWorker.release_memory)
         self._possible = held & target
 
     async def _load(self, target: Held) -> None:
-        """Loads the states of `target` that are not certainly on the devices."""
         held, self._possible = self._certain, target
-        calls: list[Awaitable[object]] = []
-        for name, clusters in self._clusters.items():
-            if coming := getattr(target, name) - getattr(held, name):
-                calls += [cluster.call(ALL, TrainWorker.load_states, sorted(coming)) for cluster in clusters]
-        if taken := target.engines - held.engines:
-            calls.append(self._infer.call(ALL, InferWorker.resume_memory, sorted(taken)))
-        await _all(calls)
+        await self._move(target, held, TrainWorker.load_states, InferWorker.resume_memory)
         self._certain = target
 
-
-async def _all(calls: list[Awaitable[object]]) -> None:
-    """Awaits all of them, also after one has failed, and then raises the first failure."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
+    async def _move(self, these: Held, without: Held, of_trainers: Callable[..., Any], of_engines: Any) -> None:
+        """Calls the methods for the states of `these` that are not in `without`; raises the first failure after all."""
+        calls: list[Awaitable[object]] = []
+        for name, clusters in self._clusters.items():
+            if moved := getattr(these, name) - getattr(without, name):
+                calls += [cluster.call(ALL, of_trainers, sorted(moved)) for cluster in clusters]
+        if moved := these.engines - without.engines:
+            calls.append(self._infer.call(ALL, of_engines, sorted(moved)))
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result

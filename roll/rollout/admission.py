@@ -130,34 +130,6 @@ class AdmissionSettings:
         return self.versions_ahead if self.max_staleness is None else self.max_staleness
 
 
-class PauseReasons:
-    """Named reasons for which submission is paused; a reason counts until it is removed as often as it was added."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def __bool__(self) -> bool:
-        return bool(self._counts)
-
-    def add(self, reason: str) -> None:
-        self._counts[reason] += 1
-
-    def remove(self, reason: str) -> None:
-        """Removes a reason once.
-
-        Raises:
-            AdmissionError: it was not added.
-        """
-        if not self._counts[reason]:
-            raise AdmissionError(f"submission is not paused for {reason!r}, only for {self.names()}")
-        self._counts[reason] -= 1
-        self._counts += Counter()
-
-    def names(self) -> list[str]:
-        """The reasons, sorted, for messages."""
-        return sorted(name for name, count in self._counts.items() if count)
-
-
 T = TypeVar("T")
 
 
@@ -182,7 +154,7 @@ class Admission(Generic[T]):
         self._running: dict[int, PromptRequest] = {}
         self._buffer: SampleBuffer[T] = SampleBuffer()
         self._deadlines = Deadlines()
-        self._paused_for = PauseReasons()
+        self._paused_for: Counter[str] = Counter()
         self._to_resubmit: list[PromptRequest] = []
 
     @property
@@ -193,12 +165,12 @@ class Admission(Generic[T]):
     @property
     def pause_reasons(self) -> list[str]:
         """Why submission is paused; empty where it is not."""
-        return self._paused_for.names()
+        return sorted(+self._paused_for)
 
     def admissible(self) -> int:
         """Prompts that may be submitted now."""
         settings, ledger = self.settings, self.ledger
-        if self._paused_for:
+        if self.pause_reasons:
             return 0
         bound = admission_bound(self.version - self._start, settings.max_lead, settings.batch_size)
         if settings.total is not None:
@@ -220,7 +192,7 @@ class Admission(Generic[T]):
         """
         allowed = self.admissible()
         if not 0 <= count <= allowed:
-            paused = f"; submission is paused for {', '.join(self.pause_reasons)}" if self._paused_for else ""
+            paused = f"; submission is paused for {', '.join(self.pause_reasons)}" if self.pause_reasons else ""
             raise AdmissionError(
                 f"{count} prompts may not be submitted at version {self.version}, only {allowed}{paused}"
             )
@@ -308,7 +280,7 @@ class Admission(Generic[T]):
 
     def pause(self, reason: str) -> None:
         """Pauses submission until `resume` was called as often with this reason, and with every other one."""
-        self._paused_for.add(reason)
+        self._paused_for[reason] += 1
 
     def resume(self, reason: str) -> None:
         """Ends one `pause`.
@@ -316,7 +288,9 @@ class Admission(Generic[T]):
         Raises:
             AdmissionError: submission is not paused for this reason.
         """
-        self._paused_for.remove(reason)
+        if not self._paused_for[reason]:
+            raise AdmissionError(f"submission is not paused for {reason!r}, only for {self.pause_reasons}")
+        self._paused_for[reason] -= 1
 
     def state_dict(self, encode: Callable[[T], Any]) -> dict[str, Any]:
         """Everything but the pauses, which belong to the process; plain values as far as `encode` gives them."""

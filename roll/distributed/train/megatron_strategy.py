@@ -232,13 +232,14 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         optimizer_steps: taken so far.
     """
 
-    def train_step(self, data: Batch) -> dict[str, float]:
+    def train_step(self, data: Batch, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
         """Optimizer steps over this rank's shard.
 
         Args:
             data: samples of this data-parallel rank; `meta_info["optimizer_steps"]` is a list of `OptimizerStep`,
                 `meta_info["loss"]` names the loss in `roll.algorithms.losses`, `meta_info["loss_config"]` is the
                 loss's last argument, and `meta_info["temperature"]` divides the logits (1 where absent).
+            kept: gets the log-probs of each micro-batch, in their order.
 
         Returns:
             Metrics reduced over micro-batches, ranks and optimizer steps, the same on every rank: `loss`,
@@ -247,23 +248,6 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         Raises:
             NonFiniteError: a loss or gradient norm is not finite; the message names the optimizer step.
         """
-        return self._train(data)
-
-    def train_step_with_log_probs(self, data: Batch) -> tuple[dict[str, float], Batch]:
-        """`train_step` with one optimizer step, and `log_probs` [b, T] of its forward passes, from before the update.
-
-        Log-probs are 0 where no token is scored, and on all but the last pipeline stage.
-        """
-        kept: list[torch.Tensor] = []
-        metrics = self._train(data, kept)
-        log_probs = torch.zeros(data.batch["input_ids"].shape, dtype=torch.float32)
-        (step,) = data.meta_info["optimizer_steps"]
-        for indices, part in zip(step["micro_batches"], kept, strict=False):
-            log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part.float().cpu()
-        return metrics, Batch({"log_probs": log_probs})
-
-    def _train(self, data: Batch, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
-        """As `train_step`; adds the log-probs of each micro-batch to `kept`, in their order, if it is given."""
         self.states.require(*ALL_STATES)
         meta = data.meta_info
         function, config = LOSSES[meta["loss"]], meta["loss_config"]
@@ -284,6 +268,19 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))
         self._finish_gathers()
         return over_optimizer_steps(results)
+
+    def train_step_with_log_probs(self, data: Batch) -> tuple[dict[str, float], Batch]:
+        """`train_step` with one optimizer step, and `log_probs` [b, T] of its forward passes, from before the update.
+
+        Log-probs are 0 where no token is scored, and on all but the last pipeline stage.
+        """
+        kept: list[torch.Tensor] = []
+        metrics = self.train_step(data, kept)
+        log_probs = torch.zeros(data.batch["input_ids"].shape, dtype=torch.float32)
+        (step,) = data.meta_info["optimizer_steps"]
+        for indices, part in zip(step["micro_batches"], kept, strict=False):
+            log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part.float().cpu()
+        return metrics, Batch({"log_probs": log_probs})
 
     def optimizer_step(
         self, data: Batch, micro_batches: list[list[int]], loss: LossFunction, entropy_gradient: bool = False

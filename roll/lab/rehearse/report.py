@@ -141,7 +141,7 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Part]:
     tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: {})}
     scores: dict[str, list[float]] = {name: [] for name in small.rewards}
     prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
-    for sample in (sample for samples in run.samples.values() for sample in samples):
+    for sample in run.all_samples:
         for owner in rewards_of(small.rewards, tags.get(sample["id"], "")):
             scores[owner].append(sample["score"])
             prompts[owner].add(sample["id"])
@@ -159,16 +159,12 @@ def _rewards(small: RLVRConfig, run: RunRecord) -> list[Part]:
 
 
 def _environments(small: AgenticConfig, run: RunRecord) -> list[Part]:
-    trajectories: dict[str, dict[str, int]] = {}
-    for sample in (sample for samples in run.samples.values() for sample in samples):
-        episode = sample["episode"]
-        turns = trajectories.setdefault(episode["tag"], {})
-        turns[episode["trajectory"]] = turns.get(episode["trajectory"], 0) + len(episode["turns"])
     made = []
     for tag in small.tags_of(small.train_env_manager):
-        turns = trajectories.get(tag, {})
-        detail = f"{len(turns)} trajectories, {sum(turns.values())} turns"
-        made.append(Part(f"environment {tag}", bool(turns), detail))
+        episodes = [sample["episode"] for sample in run.all_samples if sample["episode"]["tag"] == tag]
+        trajectories = {episode["trajectory"] for episode in episodes}
+        turns = sum(len(episode["turns"]) for episode in episodes)
+        made.append(Part(f"environment {tag}", bool(episodes), f"{len(trajectories)} trajectories, {turns} turns"))
     return made
 
 
@@ -228,21 +224,19 @@ def tables(made: Sequence[Part], changes: Sequence[Change]) -> RenderableType:
     shrunk = [Text("Changed for the rehearsal", "bold")]
     for reason, same in by_reason.items():
         shrunk.append(Text(f"  {reason}", "italic"))
-        shrunk += [Text(f"    {change.path}: {_shown(change.before)} -> {_after(change)}") for change in same]
+        shrunk += [
+            Text(f"    {change.path}: {_shown(change.before)} -> {_shown(change.after, 'left out')}") for change in same
+        ]
     limits = [Text(""), Text("Not told by a CPU", "bold"), *(Text(f"  - {limit}") for limit in CPU_LIMITS)]
     return Group(exercised, *shrunk, *limits)
 
 
-def _after(change: Change) -> str:
-    return "left out" if change.after is None else _shown(change.after)
-
-
-def _shown(value: Any) -> str:
+def _shown(value: Any, none: str = "null") -> str:
     if isinstance(value, list) and len(value) > 1 and all(type(item) is int for item in value):
         return spans(value)
     if isinstance(value, float):
         return format_number(value)
-    text = "null" if value is None else str(value)
+    text = none if value is None else str(value)
     return text if len(text) <= VALUE_WIDTH else f"{text[: VALUE_WIDTH - 3]}..."
 
 

@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ class RunRecord:
     @property
     def finished(self) -> bool:
         return self.exit_code == 0 and self.status == "finished"
+
+    @property
+    def all_samples(self) -> Iterator[dict[str, Any]]:
+        return chain.from_iterable(self.samples.values())
 
     def values(self, metric: str) -> list[float]:
         return [line[metric] for line in self.lines if line.get(metric) is not None]
