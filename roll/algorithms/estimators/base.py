@@ -82,7 +82,7 @@ class RewardBatch:
         return turn_token_rewards(self.scores, self.token_kl, self.response_mask, self.turns, self.episodes)
 
 
-Formula = Callable[[RewardBatch, Any], tuple[Tensor, Tensor]]
+EstimatorFormula = Callable[[RewardBatch, Any], tuple[Tensor, Tensor]]
 
 NEEDS = {
     "turns": f"the turns of trajectories ({', '.join(TURN_KEYS)})",
@@ -126,7 +126,7 @@ class Estimator(Algorithm):
 ADV_ESTIMATORS: Registry[Estimator] = Registry("adv_estimator")
 
 
-def estimator(name: str, **declared: Any) -> Callable[[Formula], Estimator]:
+def estimator(name: str, **declared: Any) -> Callable[[EstimatorFormula], Estimator]:
     """Decorator that registers a formula as the `adv_estimator` of this name; `declared` are attributes of it."""
     return lambda formula: ADV_ESTIMATORS.register(name)(Estimator(name, formula, **declared))
 

@@ -69,7 +69,7 @@ class PolicyTokens:
         return replace(self, base=base)
 
 
-Formula = Callable[[PolicyTokens, Any], TokenLosses]
+LossFormula = Callable[[PolicyTokens, Any], TokenLosses]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class PolicyLoss(Algorithm):
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("pg_variant")
 
 
-def policy_loss(name: str, **declared: Any) -> Callable[[Formula], PolicyLoss]:
+def policy_loss(name: str, **declared: Any) -> Callable[[LossFormula], PolicyLoss]:
     """Decorator that registers a formula as the `pg_variant` of this name; `declared` are attributes of PolicyLoss."""
     return lambda formula: POLICY_LOSSES.register(name)(PolicyLoss(name, formula, **declared))
 
