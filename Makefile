@@ -66,7 +66,6 @@ bench: setup ## run every benchmark and print one table
 docs: setup ## regenerate the pages made from the code
 	$(BIN)/python -c 'from roll.trackers.metrics import markdown; print(markdown(), end="")' > docs/metrics.md
 	$(BIN)/python -m roll.loading.reference
-	$(BIN)/python -m roll.compat.reference
 	$(BIN)/python -m examples.algorithms.pages
 
 plan: setup ## show what CONFIG would run where

@@ -168,10 +168,10 @@ def prepare(work: Workload, folder: Path) -> None:
         from examples.smollm2_135m.weights import gguf_weights
         from examples.tiny_math.problems import write_problems
         from roll.hub.names import converted_folder
-        from roll.models.gguf_files import convert
+        from roll.models.gguf_files import convert_gguf
 
         write_problems(folder / "data", seed=1, train=2000, val=10, levels=(1,))
-        convert(gguf_weights(), weights=True)
+        convert_gguf(gguf_weights(), weights=True)
         (folder / "model").symlink_to(converted_folder(gguf_weights()))
         return
     if work.shape is None:

@@ -22,8 +22,8 @@ from roll.algorithms.advantages import AdvantageSettings, GreedyResponses, compu
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.losses import policy
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import PolicySettings
 
 SAMPLES, TOKENS, GROUP = 1024, 2048, 8
 MICRO_BATCH = 16

@@ -13,7 +13,7 @@ import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,9 @@ DOORS = ("compat", "sandbox", "platforms", "lab")
 
 ASSEMBLY = ("configs", "compat", "loading", "plan", "lab", "tools")
 """Folders whose subject is a configuration as a whole."""
+
+COMMANDS = ("main", "run", "add_options")
+"""Functions that every command has."""
 
 MODULE = re.compile(r"roll(\.\w+)+(:\w+)?")
 """A module of the package, or an object in one."""
@@ -35,9 +38,8 @@ class Code:
     def __init__(self, root: Path) -> None:
         self.root, self.package = root, root / "roll"
         self.trees = {path: ast.parse(path.read_text()) for path in sorted(self.package.rglob("*.py"))}
-        self.functions = [
-            (path, node) for path, tree in self.trees.items() for node in ast.walk(tree) if isinstance(node, Function)
-        ]
+        self.nodes = {path: list(ast.walk(tree)) for path, tree in self.trees.items()}
+        self.functions = [(path, n) for path, nodes in self.nodes.items() for n in nodes if isinstance(n, Function)]
 
     def folder(self, path: Path) -> str:
         """First folder of a file inside `roll/`; empty for files outside of the folders."""
@@ -57,7 +59,7 @@ class Code:
     def whole_configuration(self) -> list[Path]:
         """Files with a function that takes a whole configuration, outside of `ASSEMBLY`."""
         wholes = {"BaseConfig"}
-        classes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        classes = [node for nodes in self.nodes.values() for node in nodes if isinstance(node, ast.ClassDef)]
         while more := {c.name for c in classes if {ast.unparse(base) for base in c.bases} & wholes} - wholes:
             wholes |= more
         taking = {
@@ -72,8 +74,8 @@ class Code:
     def circles(self) -> list[set[str]]:
         """Groups of folders that import each other, at any distance; imports for type checking count too."""
         edges: dict[str, set[str]] = defaultdict(set)
-        for path, tree in self.trees.items():
-            for _, module in imported_modules(tree):
+        for path, nodes in self.nodes.items():
+            for _, module in imported_modules(nodes):
                 parts = module.split(".")
                 if parts[0] == "roll" and len(parts) > 1 and (self.package / parts[1]).is_dir():
                     edges[self.folder(path)].add(parts[1])
@@ -85,12 +87,18 @@ class Code:
         """Functions of more than 50 lines."""
         return [node for _, node in self.functions if (node.end_lineno or 0) - node.lineno >= 50]
 
+    def repeated_names(self) -> list[str]:
+        """Public functions and classes that several modules have; functions of commands have fixed names."""
+        kinds = (ast.ClassDef, *Function.__args__)
+        found = Counter(node.name for tree in self.trees.values() for node in tree.body if isinstance(node, kinds))
+        return sorted(name for name, count in found.items() if count > 1 and name[0] != "_" and name not in COMMANDS)
+
     def naming(self, name: str) -> list[Path]:
         """Files with the string `name` in their code."""
         return [
             path
-            for path, tree in self.trees.items()
-            if any(isinstance(node, ast.Constant) and node.value == name for node in ast.walk(tree))
+            for path, nodes in self.nodes.items()
+            if any(isinstance(node, ast.Constant) and node.value == name for node in nodes)
         ]
 
     def forwarding(self) -> list[str]:
@@ -121,10 +129,9 @@ class Code:
         return list(dict.fromkeys((path, function) for path, function, _ in visited))
 
 
-def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and module of every import; in a file that calls `import_module`, names of modules in its strings too."""
-    nodes = list(ast.walk(tree))
-    dynamic = any(ast.unparse(node.func).endswith("import_module") for node in nodes if isinstance(node, ast.Call))
+def imported_modules(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Line and module of every import of a file; with a call of `import_module` also those that its strings name."""
+    dynamic = any("import_module" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in nodes)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -199,6 +206,7 @@ def table(root: Path) -> dict[str, str]:
         "files that take the whole configuration": str(len(code.whole_configuration())),
         "median and longest function": f"{statistics.median(lengths):.0f}, {max(lengths)}",
         "functions over 50 lines": str(len(code.long_functions())),
+        "names of several functions or classes": str(len(code.repeated_names())),
         "circles of folders": str(len(code.circles())),
         "files that name one policy loss (cispo)": str(len(code.naming("cispo"))),
         "files that name one model family (qwen3)": str(len(code.naming("qwen3"))),

@@ -38,7 +38,7 @@ ORDER = [
 ]
 """A folder imports from those above it and from its own."""
 
-LOADER = (PACKAGE / "loading/load.py", PACKAGE / "loading/yaml_files.py")
+LOADER = tuple(PACKAGE / "loading" / name for name in ("load.py", "reference.py", "yaml_files.py"))
 """The only files that import `roll.compat`, which knows the keys of this project."""
 
 ENGINE_FREE = ORDER[: ORDER.index("platforms")]
@@ -56,10 +56,11 @@ SELF_EXPLANATORY_LINES = 3
 
 
 CEILINGS = {
-    "files at one level": 18,
+    "files at one level": 13,
     "files that take the whole configuration": 11,
-    "functions over 50 lines": 10,
+    "functions over 50 lines": 7,
     "functions that only forward": 19,
+    "names of several functions or classes": 11,
     "circles of folders": 0,
 }
 """Largest values of rows of `scripts/code_table.py`; they are only ever lowered."""
@@ -77,7 +78,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
-    return list(imported_modules(tree_of(path)))
+    return list(imported_modules(list(ast.walk(tree_of(path)))))
 
 
 def folder_of(path: Path) -> str:
@@ -211,6 +212,7 @@ def test_what_the_table_of_the_code_counts_does_not_grow() -> None:
         "files that take the whole configuration": len(code.whole_configuration()),
         "functions over 50 lines": len(code.long_functions()),
         "functions that only forward": len(code.forwarding()),
+        "names of several functions or classes": len(code.repeated_names()),
         "circles of folders": len(code.circles()),
     }
     assert {name: count for name, count in found.items() if count > CEILINGS[name]} == {}

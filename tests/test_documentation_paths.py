@@ -89,5 +89,5 @@ def test_named_files_and_modules_exist() -> None:
 
 
 def test_a_module_without_the_name_does_not_exist() -> None:
-    assert module_exists("roll.envs.TextEnv") and module_exists("roll.algorithms.policy_options")
+    assert module_exists("roll.envs.TextEnv") and module_exists("roll.algorithms.options.policy_options")
     assert not module_exists("roll.envs.TextEnvironment") and not module_exists("roll.configs.names")

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypedDict, Unpack
 
-from roll.algorithms.advantage_options import AdvantageOptions, TurnOptions
 from roll.algorithms.aggregation import constant_group, masked, masked_mean, select_tokens, token_index, whiten
 from roll.algorithms.estimators import RewardBatch
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.lazy_torch import Tensor, torch
+from roll.algorithms.options.advantage_options import AdvantageOptions, TurnOptions
+from roll.algorithms.options.shaping_options import SampleMaskOptions
 from roll.algorithms.registry import UserOptions
 from roll.algorithms.shaping import (
     RunStatistics,
@@ -29,7 +30,6 @@ from roll.algorithms.shaping import (
     shape_scores,
     token_penalty,
 )
-from roll.algorithms.shaping_options import SampleMaskOptions
 from roll.algorithms.turns import Turns, check_turns, episodes_of
 
 

@@ -155,8 +155,8 @@ class LossScale:
         return cls(float(lengths.sum()), float((lengths > 0).sum()), sequence_length)
 
 
-Aggregation = Callable[[Tensor, Tensor, LossScale], Tensor]
-LOSS_AGG_MODES: Registry[Aggregation] = Registry("loss_agg_mode")
+LossAggregation = Callable[[Tensor, Tensor, LossScale], Tensor]
+LOSS_AGG_MODES: Registry[LossAggregation] = Registry("loss_agg_mode")
 """f(values [b, T], mask [b, T], scale) -> 0-d. S_i = sum_t l_t and T_i is the token count of sample i, in the mask."""
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from roll.algorithms.aggregation import EPSILON, LossScale, masked, masked_max, masked_mean, masked_sum, unit_mean
-from roll.algorithms.correction_options import CorrectionOptions, DifferenceOptions, RejectionOptions
 from roll.algorithms.kl import LOG_RATIO_CLAMP
 from roll.algorithms.lazy_torch import Tensor, torch
+from roll.algorithms.options.correction_options import CorrectionOptions, DifferenceOptions, RejectionOptions
 from roll.algorithms.policy_loss.base import clamped_exp
 
 

@@ -25,9 +25,9 @@ from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max
 from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
 from roll.algorithms.distillation import teacher_divergence
 from roll.algorithms.kl import k3, kl_divergence
+from roll.algorithms.options.policy_options import PolicySettings, losses_of
+from roll.algorithms.options.preference_options import DPOOptions, RewardModelOptions
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens, TokenLosses
-from roll.algorithms.policy_options import PolicySettings, losses_of
-from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
 from roll.algorithms.registry import Registry
 
 Loss = Callable[[Tensor, Tensor | None, Mapping[str, Tensor], LossScale, Any], tuple[Tensor, dict[str, Tensor]]]

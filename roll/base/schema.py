@@ -383,7 +383,7 @@ class Converter:
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Where a configuration came from.
 
     Attributes:

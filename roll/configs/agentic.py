@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from roll.algorithms.advantage_options import TurnOptions
 from roll.algorithms.advantages import AdvantageSettings
-from roll.algorithms.policy_options import RatioOptions
+from roll.algorithms.options.advantage_options import TurnOptions
+from roll.algorithms.options.policy_options import RatioOptions
 from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, option
 from roll.configs.asynchronous import exact_ratio

@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from roll.algorithms.advantage_options import check_advantages
-from roll.algorithms.correction_options import check_correction
-from roll.algorithms.policy_options import check_policy
-from roll.algorithms.preference_options import check_preferences
-from roll.algorithms.shaping_options import check_shaping
+from roll.algorithms.options.advantage_options import check_advantages
+from roll.algorithms.options.correction_options import check_correction
+from roll.algorithms.options.policy_options import check_policy
+from roll.algorithms.options.preference_options import check_preferences
+from roll.algorithms.options.shaping_options import check_shaping
 from roll.base.errors import Finding, Report, error, warning
 from roll.base.schema import YEAR_S, keys_along, value_at
 from roll.configs.agentic import AgenticConfig, check_agentic

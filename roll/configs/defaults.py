@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from roll.algorithms.policy_options import proximal_source, ratio_base, traits_of
+from roll.algorithms.options.policy_options import proximal_source, ratio_base, traits_of
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig

@@ -7,15 +7,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll.algorithms.advantage_options import (
+from roll.algorithms.advantages import AdvantageSettings
+from roll.algorithms.options.advantage_options import (
     AdvantageOptions,
     CriticOptions,
 )
-from roll.algorithms.advantages import AdvantageSettings
-from roll.algorithms.policy_options import PolicyOptions, PolicySettings, proximal_source, ratio_base
-from roll.algorithms.preference_options import DPOOptions, RewardModelOptions
+from roll.algorithms.options.policy_options import PolicyOptions, PolicySettings, proximal_source, ratio_base
+from roll.algorithms.options.preference_options import DPOOptions, RewardModelOptions
+from roll.algorithms.options.shaping_options import SampleMaskOptions
 from roll.algorithms.registry import UserOptions
-from roll.algorithms.shaping_options import SampleMaskOptions
 from roll.base.schema import Condition, needs, one_or_many, option, part
 from roll.configs.arguments import LONGEST_SAMPLING_MASK
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from roll.algorithms.policy_options import parse_pg_variant
+from roll.algorithms.options.policy_options import parse_pg_variant
 from roll.base.schema import needs, option
 from roll.configs.arguments import (
     ENGINE_RUNS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from roll.base.schema import YEAR_S, Condition, Source, internal, needs, option, time_text
+from roll.base.schema import YEAR_S, Condition, ConfigSource, internal, needs, option, time_text
 from roll.configs.arguments import ENGINE_RUNS, pipelines
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.devices.system_envs import environment
@@ -54,7 +54,7 @@ class DataOptions:
 class ProcessOptions:
     """What every process of a run reads: its devices, folders and environment, and how long it is waited for."""
 
-    source: Source = internal(factory=Source)
+    source: ConfigSource = internal(factory=ConfigSource)
     platform: Literal["auto", "cpu", "cuda"] = option("auto", "Where devices are: auto takes cuda when there is one.")
     exp_name: str = option("roll", "Name of the run in trackers.")
     output_dir: str = option("./output", "Everything the run writes.")

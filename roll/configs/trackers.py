@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from roll.base.errors import Finding, Problem, error, missing
-from roll.base.schema import Source, needs, one_or_many, option
+from roll.base.schema import ConfigSource, needs, one_or_many, option
 from roll.configs.run_options import ProcessOptions, StepOptions
 
 METRICS_FILE = "metrics.jsonl"
@@ -160,7 +160,9 @@ def _keys(tracker: str) -> set[str]:
     return {item.name for item in fields(TRACKER_OPTIONS[tracker])}
 
 
-def check_trackers(track_with: Sequence[str], tracker_kwargs: Mapping[str, Any], source: Source) -> Iterator[Finding]:
+def check_trackers(
+    track_with: Sequence[str], tracker_kwargs: Mapping[str, Any], source: ConfigSource
+) -> Iterator[Finding]:
     """Each tracker is named once and installed, and has the options that are given."""
     for tracker, count in Counter(track_with).items():
         if count > 1:

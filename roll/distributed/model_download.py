@@ -17,7 +17,7 @@ from roll.distributed.processes import process_environment
 from roll.distributed.resources import Node, ResourceManager
 from roll.hub.find import fetch_model
 from roll.hub.names import HubError, gguf_file, hub_name
-from roll.models.gguf_files import convert
+from roll.models.gguf_files import convert_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ async def _reply(call: Any) -> str:
 def _fetch(names: list[str]) -> str:
     try:
         for name in names:
-            convert(fetch_model(name), weights=True)
+            convert_gguf(fetch_model(name), weights=True)
     except HubError as error:
         return str(error)
     return ""

@@ -138,7 +138,7 @@ def start_ray(config: ProcessOptions, platform_name: str, num_devices: int) -> N
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # gcs_server keeps 4 KB for each call otherwise
     address = ray_address() if joins_ray() else None
     if address is not None:
-        probe(address)
+        probe_address(address)
     with (
         replaced(ray_utils, "set_sigterm_handler", lambda handler: None),  # Ray's handler would end the process
         replaced(_raylet, "CoreWorker", functools.partial(_make_core_worker, _raylet.CoreWorker)),
@@ -260,7 +260,7 @@ def ray_address() -> str:
     return address
 
 
-def probe(address: str) -> None:
+def probe_address(address: str) -> None:
     """Checks that a Ray answers at `host:port`; Ray itself would retry for minutes.
 
     Raises:

@@ -14,7 +14,7 @@ from roll.configs.user_code import UserCodeError, definition_of, failure_text, i
 from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
 
 
-class BuiltIn(NamedTuple):
+class BuiltInEnv(NamedTuple):
     """An environment that comes with this project."""
 
     id: str
@@ -23,10 +23,10 @@ class BuiltIn(NamedTuple):
     """Its `module:Class`, which is imported when the first environment is made."""
 
 
-BUILT_IN = {
-    "frozen_lake": BuiltIn("roll/FrozenLake-v0", "roll.envs.frozen_lake:FrozenLake"),
-    "sokoban": BuiltIn("roll/Sokoban-v0", "roll.envs.sokoban:Sokoban"),
-    "calculator": BuiltIn("roll/Calculator-v0", "roll.envs.calculator:Calculator"),
+BUILT_IN_ENVS = {
+    "frozen_lake": BuiltInEnv("roll/FrozenLake-v0", "roll.envs.frozen_lake:FrozenLake"),
+    "sokoban": BuiltInEnv("roll/Sokoban-v0", "roll.envs.sokoban:Sokoban"),
+    "calculator": BuiltInEnv("roll/Calculator-v0", "roll.envs.calculator:Calculator"),
 }
 """The built-in environments by `env_type`.
 
@@ -45,7 +45,7 @@ built-in one:
 SIMILAR_NAMES = ("sokoban_sandbox", "sokoban_mcp")
 """Environments of other projects whose names look like misspelled names of built-in ones."""
 
-for _built_in in BUILT_IN.values():
+for _built_in in BUILT_IN_ENVS.values():
     # TextEnv checks its turns and the order of calls itself, so gymnasium's wrappers are not needed.
     gymnasium.register(_built_in.id, _built_in.entry_point, order_enforce=False, disable_env_checker=True)
 
@@ -54,7 +54,7 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     """Makes an environment. The first two arguments are plain data, so any process can make the same one.
 
     Args:
-        env_type: a name in BUILT_IN, an id in gymnasium's registry, or `module:Class`, each of a subclass of `TextEnv`.
+        env_type: a name in BUILT_IN_ENVS, an id in gymnasium's registry, or `module:Class`, of a `TextEnv`.
         env_config: its options.
         path: path of the entry in the file, for errors, such as `custom_envs.Lake`.
 
@@ -80,7 +80,7 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
 
 def is_known(env_type: str) -> bool:
     """Whether `make_env` finds an environment by this name or id."""
-    return env_type in BUILT_IN or env_type in gymnasium.registry
+    return env_type in BUILT_IN_ENVS or env_type in gymnasium.registry
 
 
 def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Iterator[Finding]:
@@ -88,11 +88,11 @@ def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Ite
 
     A name that is not similar to a known one is taken for an environment of another project, which a plan does without.
     """
-    misspelled = nearest(env_type, BUILT_IN) and env_type not in SIMILAR_NAMES
+    misspelled = nearest(env_type, BUILT_IN_ENVS) and env_type not in SIMILAR_NAMES
     if not is_known(env_type) and not misspelled:
         yield missing(
             f"{path}.env_type",
-            f"{env_type} is not an environment of this project; known: {', '.join(BUILT_IN)}, or write env_type: "
+            f"{env_type} is not an environment of this project; known: {', '.join(BUILT_IN_ENVS)}, or write env_type: "
             "module:Class, one of your own (docs/environments.md)",
         )
         return
@@ -105,15 +105,17 @@ def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Ite
 def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
     """Class of an `env_type`, and the options set by its registration."""
     if not isinstance(env_type, str):
-        raise ConfigError([Problem(path, f"{env_type!r} is not text; {choices('', BUILT_IN)}, or write module:Class")])
-    spec = gymnasium.registry.get(BUILT_IN[env_type].id if env_type in BUILT_IN else env_type)
+        raise ConfigError(
+            [Problem(path, f"{env_type!r} is not text; {choices('', BUILT_IN_ENVS)}, or write module:Class")]
+        )
+    spec = gymnasium.registry.get(BUILT_IN_ENVS[env_type].id if env_type in BUILT_IN_ENVS else env_type)
     if spec is not None:
         found = spec.entry_point if callable(spec.entry_point) else _imported(str(spec.entry_point), path)
         return _text_env(found, env_type, path), dict(spec.kwargs)
     if ":" in env_type:
         return _text_env(_imported(env_type, path), env_type, path), {}
     ids = [id for id in gymnasium.registry if id.startswith("roll/")]
-    known = choices(env_type, [*BUILT_IN, *ids])
+    known = choices(env_type, [*BUILT_IN_ENVS, *ids])
     raise ConfigError([Problem(path, f"{env_type!r} is not an environment; {known}, or write module:Class")])
 
 

@@ -15,7 +15,7 @@ from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.registry import Algorithm
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Converter, Source, Tree, declared, known_keys, one_or_many, value_at
+from roll.base.schema import ConfigSource, Converter, Tree, declared, known_keys, one_or_many, value_at
 from roll.base.text import nearest
 from roll.compat.capabilities import missing_capabilities
 from roll.compat.names import NAMES, SHORT_NAMES, VALUE_HINTS
@@ -153,7 +153,7 @@ def build_config(
         raise ConfigError(problems, source)
     notes = _grouped([*notes, *translations, *tracker_notes, *library_notes, *role_notes])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = Source(source, list(leaves(tree)), sorted(overridden), given_notes, tree=tree)
+    config.source = ConfigSource(source, list(leaves(tree)), sorted(overridden), given_notes, tree=tree)
     for path, message in unset:
         config.source.report.missing_resource(path, message)
     problems = fill_in_defaults(config)

@@ -1,4 +1,4 @@
-"""Generates docs/configuration.md, the reference of every key, and the tables of docs/algorithms.md.
+"""Generates the pages of keys, those here and those of other systems, and the tables of docs/algorithms.md.
 
 Run `python -m roll.loading.reference`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -16,6 +15,9 @@ from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.registry import Algorithm
 from roll.base.schema import Key, declared, describe, keys_by_path, known_keys, section_of
+from roll.compat.rules import PIPELINES_WITH_RULES
+from roll.compat.systems.verl import VERL_KEYS
+from roll.compat.translate import MOVED, RENAMED, RULES, VALUES
 from roll.configs.devices.sglang_options import OWNED
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
@@ -25,6 +27,9 @@ from roll.models.families.registry import architectures, template_names
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 """The generated page."""
+
+SPELLINGS_PATH = PATH.with_name("other_spellings.md")
+"""The page of other systems' keys, generated too."""
 
 ALGORITHMS = PATH.with_name("algorithms.md")
 """The page with the tables of losses and estimators."""
@@ -58,6 +63,15 @@ keys that it reads. Devices are global ranks; rank r is on node r // `num_device
 """
 
 
+SPELLINGS_INTRODUCTION = """# Keys of other systems
+
+Generated from `roll/compat` by `python -m roll.loading.reference`.
+
+Files of other systems may keep these spellings; `roll convert FILE` prints a file with the keys of this project, and
+[coming_from.md](coming_from.md) explains how the systems differ.
+"""
+
+
 def render() -> str:
     """The whole page as Markdown."""
     parts = [INTRODUCTION]
@@ -75,6 +89,19 @@ def render() -> str:
         "name, except the options that other keys set:\n\n" + _table(("option", "instead"), OWNED.items())
     )
     return "\n".join(parts)
+
+
+def render_spellings() -> str:
+    """The page of other systems' keys as Markdown."""
+    rules = ((f"`{rule.pattern}`{_only(rule.pipelines)}", rule.reason) for rule in RULES.rules)
+    return "\n".join(
+        [
+            SPELLINGS_INTRODUCTION,
+            "## Other spellings\n\n" + _table(("in other recipes", "here"), _spellings()),
+            "## Keys without a counterpart\n\nA value that changes nothing is a warning, any other an error.\n\n"
+            + _table(("key", "reason"), rules),
+        ]
+    )
 
 
 def _groups() -> dict[str, list[Key]]:
@@ -128,6 +155,29 @@ def _names() -> Iterator[tuple[str, str]]:
     yield "`architectures` of the model's config.json", ", ".join(architectures())
 
 
+def _only(pipelines: tuple[str, ...]) -> str:
+    return "" if pipelines == PIPELINES_WITH_RULES else f" ({', '.join(pipelines)})"
+
+
+def _spellings() -> Iterator[tuple[str, str]]:
+    for other, name in RENAMED.items():
+        yield f"`{other}`", f"`{name}`"
+    for other, name in MOVED.items():
+        if other in VERL_KEYS:  # docs/coming_from.md has them
+            continue
+        if other not in VALUES:
+            yield f"`{other}`", f"`{name}`"
+        for value, ours in VALUES.get(other, {}).items():
+            yield f"`{other}: {json.dumps(value)}`", f"`{name}: {ours}`"
+    yield (
+        "`importance_sampling: true` with `is_clip_range: [0.5, 2.0]`",
+        "`correction.weights: {level: token, mode: clamp, lower: 0.5, upper: 2.0}`",
+    )
+    for key, values in VALUES.items():
+        for other, value in values.items() if key not in MOVED else ():
+            yield f"`{key}: {other}`", f"`{key}: {value}`"
+
+
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(re.sub(r"\|", r"\\|", cell) for cell in row) + " |" for row in rows]
@@ -153,11 +203,7 @@ def _algorithm_row(algorithm: Algorithm) -> tuple[str, ...]:
     return f"`{algorithm.name}`", text.rstrip("."), source[1] if source else "", ", ".join(f"`{key}`" for key in keys)
 
 
-def main() -> int:
-    PATH.write_text(render(), encoding="utf-8")
-    ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PATH.write_text(render(), encoding="utf-8")
+    SPELLINGS_PATH.write_text(render_spellings(), encoding="utf-8")
+    ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")

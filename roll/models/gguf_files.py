@@ -48,7 +48,7 @@ PROGRESS_INTERVAL_S = 5.0
 """Time between two log lines."""
 
 
-def convert(text: str | Path, weights: bool) -> None:
+def convert_gguf(text: str | Path, weights: bool) -> None:
     """Makes config.json and the tokenizer of a GGUF file in the cache, and with `weights` its safetensors.
 
     A text that names no GGUF file, and a model that the cache has, are left alone.

@@ -28,7 +28,7 @@ from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
-from roll.envs.registry import BUILT_IN, make_env
+from roll.envs.registry import BUILT_IN_ENVS, make_env
 from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
 from roll.models.families.hf_config import UnsupportedModel, read_positions
@@ -91,7 +91,7 @@ def check_environments(config: AgenticConfig, played: dict[str, Played] | None =
     """
     trials = [EnvTrial(f"custom_envs.{tag}", env.env_type, env.env_config) for tag, env in config.custom_envs.items()]
     if played is not None:
-        built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN}
+        built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN_ENVS}
         played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}
     own = [trial for trial in trials if names_class(trial.env_type)]
     return try_environments(own, config.env_step_timeout_s, played) if own else []

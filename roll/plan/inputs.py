@@ -19,7 +19,7 @@ from roll.hub.find import Finder, LookUp, folder_files
 from roll.hub.generated import generate, is_generated
 from roll.hub.names import HubError, hub_name
 from roll.hub.splits import wanted_splits
-from roll.models.gguf_files import convert
+from roll.models.gguf_files import convert_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def look_up(config: BaseConfig, say: Callable[[str], None] = logger.info) -> Loo
         name = hub_name(text, "model")
         try:
             if name is None:
-                convert(text, weights=False)
+                convert_gguf(text, weights=False)
             else:
                 result.downloads.append(finder.model(name).download(name, keys))
         except HubError as error:
@@ -79,7 +79,7 @@ def fetch_inputs(config: BaseConfig) -> None:
         name = hub_name(text, "model")
         try:
             if name is None:
-                convert(text, weights=True)
+                convert_gguf(text, weights=True)
             else:
                 _replace_model(config, text, finder.model(name).name.uri)
         except HubError as error:

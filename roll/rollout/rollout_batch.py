@@ -17,7 +17,7 @@ from roll.algorithms.advantages import REWARD_PARTS
 from roll.configs.environments import SampleBy
 from roll.datasets.batch import Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
-from roll.rollout.types import NOT_SAMPLED, Group, Trajectory, Turn
+from roll.rollout.types import NOT_SAMPLED, Group, SampledTurn, Trajectory
 from roll.trackers.files import dump_path, dumped_steps, write_whole
 
 NO_TURN = -1
@@ -46,7 +46,7 @@ class Row:
 
     name: str
     trajectory: Trajectory
-    turns: Sequence[Turn]
+    turns: Sequence[SampledTurn]
     trajectory_id: int
     group_id: int
     group: Group | None

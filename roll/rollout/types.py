@@ -104,7 +104,7 @@ class TrajectoryError(RuntimeError):
 
 
 @dataclass
-class Turn:
+class SampledTurn:
     """One response of the model inside a trajectory.
 
     Attributes:
@@ -150,7 +150,7 @@ class Trajectory:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampling_mask: list[list[int]] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[SampledTurn] = field(default_factory=list)
     stop: StopReason | None = None
     outcome: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -175,7 +175,9 @@ class Trajectory:
         self.log_probs.extend([0.0] * len(ids))
         self.versions.extend([NOT_SAMPLED] * len(ids))
 
-    def add_response(self, prompt_ids: Sequence[int], result: GenerateResult, observation: str, text: str) -> Turn:
+    def add_response(
+        self, prompt_ids: Sequence[int], result: GenerateResult, observation: str, text: str
+    ) -> SampledTurn:
         """Appends the response sampled for `prompt_ids`, which must be this trajectory so far.
 
         Raises:
@@ -192,7 +194,7 @@ class Trajectory:
         same_weights = bool(last and result.versions) and self.versions[last - 1] == result.versions[0]
         return self._add_turn(result, observation, text, reusable=last if same_weights else 0)
 
-    def _add_turn(self, result: GenerateResult, observation: str, text: str, reusable: int) -> Turn:
+    def _add_turn(self, result: GenerateResult, observation: str, text: str, reusable: int) -> SampledTurn:
         tokens = len(result.response_ids)
         if len(result.sampling_mask) not in (0, tokens):
             raise TrajectoryError(f"turn {len(self.turns)}: {tokens} tokens and {len(result.sampling_mask)} masks")
@@ -209,7 +211,9 @@ class Trajectory:
         if result.sampling_mask:
             self.sampling_mask.extend([] for _ in range(start - len(self.sampling_mask)))
             self.sampling_mask.extend(result.sampling_mask)
-        turn = Turn(observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable)
+        turn = SampledTurn(
+            observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable
+        )
         self.turns.append(turn)
         return turn
 
@@ -232,7 +236,7 @@ class Trajectory:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
-        return cls(**{**state, "turns": [Turn(**turn) for turn in state["turns"]]})
+        return cls(**{**state, "turns": [SampledTurn(**turn) for turn in state["turns"]]})
 
 
 @dataclass

@@ -143,7 +143,7 @@ class MlflowRun(LoggedRun):
         )
         request.id_file.write_text(run.info.run_id)
         if previous is None:
-            parameters = [(name, str(value)[: self.VALUE_LENGTH]) for name, value in leaves(request.config)]
+            parameters = [(name, str(value)[: self.VALUE_LENGTH]) for name, value in leaf_values(request.config)]
             for start in range(0, len(parameters), self.PARAMETERS_PER_CALL):
                 mlflow.log_params(dict(parameters[start : start + self.PARAMETERS_PER_CALL]))
 
@@ -161,12 +161,12 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, {}, [])}
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaf_values(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted path and value of everything that is not a mapping."""
     for name, value in tree.items():
         path = f"{prefix}.{name}" if prefix else str(name)
         if isinstance(value, Mapping):
-            yield from leaves(value, path)
+            yield from leaf_values(value, path)
         else:
             yield path, value
 

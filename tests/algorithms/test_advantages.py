@@ -16,9 +16,9 @@ from roll.algorithms.advantages import (
 )
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.estimators.best_of_k import best_of_k
+from roll.algorithms.options.shaping_options import SampleMaskOptions
 from roll.algorithms.returns import return_to_go, token_rewards
 from roll.algorithms.shaping import overlong_penalty
-from roll.algorithms.shaping_options import SampleMaskOptions
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.trajectories import RESPONSE_ESTIMATORS, single_turns

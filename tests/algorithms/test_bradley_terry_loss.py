@@ -9,7 +9,7 @@ import torch
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.preference_options import RewardModelOptions
+from roll.algorithms.options.preference_options import RewardModelOptions
 from tests.algorithms.batches import pad, rows
 
 PLAIN = RewardModelOptions()

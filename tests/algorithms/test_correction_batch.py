@@ -16,9 +16,9 @@ from roll.algorithms.correction import (
     off_policy_sequences,
     within_second_moment,
 )
-from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_options import PolicySettings
+from roll.algorithms.options.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.options.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch
 
 

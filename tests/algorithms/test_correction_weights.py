@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.correction import off_policy_correction
-from roll.algorithms.correction_options import CorrectionOptions, DifferenceOptions, RejectionOptions, WeightOptions
+from roll.algorithms.options.correction_options import (
+    CorrectionOptions,
+    DifferenceOptions,
+    RejectionOptions,
+    WeightOptions,
+)
 
 MASK = torch.tensor([[False, True, True, True], [False, True, True, False]])
 RATIOS = [[0.25, 1.0, 3.0], [0.8, 1.5]]

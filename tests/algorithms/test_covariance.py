@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.policy_loss.covariance import token_covariances
-from roll.algorithms.policy_options import PolicySettings
 
 CLIP = PolicySettings(pg_variant="clip_cov", clip_cov_ratio=0.25, clip_cov_lower=0.5, clip_cov_upper=5.0)
 KL = PolicySettings(pg_variant="kl_cov", kl_cov_ratio=0.1, kl_cov_coef=2.0)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, top_k_divergence
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_options import PolicySettings
+from roll.algorithms.options.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch, rows
 
 VOCABULARY, K = 7, 3

@@ -10,7 +10,7 @@ import torch
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES, pair_kl
-from roll.algorithms.preference_options import DPOOptions
+from roll.algorithms.options.preference_options import DPOOptions
 from tests.algorithms.batches import pad, random_batch, rows
 
 PLAIN = DPOOptions(beta=0.5)

@@ -8,8 +8,8 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import PolicySettings
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.batches import pad, random_batch, rows
 

@@ -19,10 +19,10 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossScale
 from roll.algorithms.correction import off_policy_correction
-from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.losses import policy
+from roll.algorithms.options.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import CLOSE, DRAWS, Draw, draw
 
 SEQUENCE_LENGTH = 11

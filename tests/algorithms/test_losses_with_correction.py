@@ -9,10 +9,10 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.correction import diagnostics, finalize, off_policy_correction
-from roll.algorithms.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.options.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import pad, random_batch, rows
 
 TOKENS = CorrectionOptions(WeightOptions("token", "clamp", 0.8, 1.2))

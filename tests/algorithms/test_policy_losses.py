@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from roll.algorithms.options.policy_options import VARIANT_KEYS, PolicyOptions, PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
-from roll.algorithms.policy_options import VARIANT_KEYS, PolicyOptions, PolicySettings
 from roll.base.schema import declared
 from tests.algorithms.batches import random_batch
 

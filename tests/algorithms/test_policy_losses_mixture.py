@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.options.policy_options import PolicySettings, losses_of, parse_pg_variant, traits_of
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import PolicySettings, losses_of, parse_pg_variant, traits_of
 from roll.configs.pipeline import RLVRConfig
 from tests.algorithms.batches import random_batch
 

@@ -8,9 +8,9 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES
 from roll.algorithms.losses import LOSSES, LossScale
+from roll.algorithms.options.policy_options import PolicySettings, traits_of
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.policy_loss.base import sequence_ratio_base
-from roll.algorithms.policy_options import PolicySettings, traits_of
 from tests.algorithms.batches import pad, random_batch, rows
 
 TYPES = ["token", "segment", "sequence"]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
-from roll.algorithms.policy_options import PolicySettings
 from tests.algorithms.batches import random_batch
 
 CONFIG = PolicySettings(pg_variant="tis", tis_lower_bound=0.5, tis_upper_bound=2.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyTokens
-from roll.algorithms.policy_options import PolicySettings
 
 
 def gradient(variant: str, log_ratio: float) -> float:

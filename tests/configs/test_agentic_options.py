@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.advantage_options import TurnOptions
 from roll.algorithms.advantages import AdvantageSettings
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.estimators.turn_returns import RewardNormalization
-from roll.algorithms.policy_options import RatioOptions
+from roll.algorithms.options.advantage_options import TurnOptions
+from roll.algorithms.options.policy_options import RatioOptions
 from roll.base.schema import Converter, known_keys
 from roll.configs.environments import SYSTEM_TEMPLATE, TURN_FIELDS, TURN_TEMPLATE, system_template, turn_template
 from roll.configs.pipeline import RLConfig, RLVRConfig

@@ -8,11 +8,12 @@ import sys
 from roll.base.schema import known_keys
 from roll.configs.devices.sglang_options import OWNED, server_options
 from roll.loading.load import PIPELINES
-from roll.loading.reference import ALGORITHMS, PATH, render, render_algorithms
+from roll.loading.reference import ALGORITHMS, PATH, SPELLINGS_PATH, render, render_algorithms, render_spellings
 
 
 def test_the_pages_are_up_to_date() -> None:
-    assert PATH.read_text() == render(), "run: python -m roll.loading.reference"
+    for path, text in ((PATH, render()), (SPELLINGS_PATH, render_spellings())):
+        assert path.read_text() == text, "run: python -m roll.loading.reference"
     page = ALGORITHMS.read_text()
     assert page == render_algorithms(page), "run: python -m roll.loading.reference"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from roll.algorithms.estimators import ADV_ESTIMATORS
-from roll.algorithms.policy_options import POLICY_LOSSES, VARIANT_KEYS
+from roll.algorithms.options.policy_options import POLICY_LOSSES, VARIANT_KEYS
 from roll.configs.check import check
 from tests.configs.samples import MODEL, refusal, rlvr
 

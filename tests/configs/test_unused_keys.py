@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.algorithms.policy_options import POLICY_LOSSES, VARIANT_KEYS
+from roll.algorithms.options.policy_options import POLICY_LOSSES, VARIANT_KEYS
 from roll.base.schema import known_keys
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check

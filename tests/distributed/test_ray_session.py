@@ -26,7 +26,7 @@ from roll.distributed.ray_session import (
     TOKEN_FILE,
     RayStartError,
     RunRay,
-    probe,
+    probe_address,
     ray_address,
     start_ray,
 )
@@ -110,10 +110,10 @@ def test_only_a_program_that_speaks_the_protocol_of_ray_is_joined(
         address, began = f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}", time.monotonic()
         try:
             if problem is None:
-                probe(address)
+                probe_address(address)
             else:
                 with pytest.raises(RayStartError, match=problem):
-                    probe(address)
+                    probe_address(address)
         finally:
             ended.set()
             serving.join()
@@ -125,7 +125,7 @@ def test_a_name_that_is_looked_up_forever_is_given_up(monkeypatch: pytest.Monkey
     ended = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [] if ended.wait(10) else [])
     with pytest.raises(RayStartError, match="no answer within 0.2 s"):
-        probe("head:6379")
+        probe_address("head:6379")
     ended.set()
 
 

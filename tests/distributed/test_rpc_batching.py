@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.calls.rpc_batching import Answer, Call, CallError, RpcActor, RpcClient
+from roll.distributed.calls.rpc_batching import Answer, Call, RpcActor, RpcClient, RpcError
 
 
 class Actor:
@@ -82,9 +82,9 @@ def test_an_exception_is_returned_as_text_for_its_call_only() -> None:
         )
 
     halved, doubled, none = asyncio.run(scenario())
-    assert isinstance(halved, CallError) and "ArithmeticError: halve of 3" in str(halved)
+    assert isinstance(halved, RpcError) and "ArithmeticError: halve of 3" in str(halved)
     assert doubled == 8
-    assert isinstance(none, CallError) and "TypeError" in str(none)
+    assert isinstance(none, RpcError) and "TypeError" in str(none)
 
 
 @given(st.integers(0, 12))

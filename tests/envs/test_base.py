@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.envs import TextEnv, Turn, make_env
-from roll.envs.registry import BUILT_IN
+from roll.envs.registry import BUILT_IN_ENVS
 from tests.envs.playing import INVALID_TEXTS, OPTIONS, Step, no_deadline, play, texts
 
 REWARDS = {"frozen_lake": (0.0, 1.0), "sokoban": (-1.1, 10.9), "calculator": (0.0, 1.0)}
@@ -29,7 +29,7 @@ seeds = st.integers(0, 2**32)
 
 @every
 def test_gymnasiums_checker_passes(name, recwarn):
-    check_env(gymnasium.make(BUILT_IN[name].id, **OPTIONS[name]), skip_render_check=True)
+    check_env(gymnasium.make(BUILT_IN_ENVS[name].id, **OPTIONS[name]), skip_render_check=True)
     assert [str(warning.message) for warning in recwarn] == []
 
 

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import check_env
 from roll.base.schema import declared
 from roll.configs.check import check
 from roll.envs import make_env
-from roll.envs.registry import BUILT_IN
+from roll.envs.registry import BUILT_IN_ENVS
 from roll.loading.load import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -64,9 +64,9 @@ def test_the_complete_file_is_accepted_without_remarks(tmp_path):
 
 
 def test_the_tables_name_every_environment_option_and_metric():
-    envs = [make_env(name) for name in BUILT_IN]
+    envs = [make_env(name) for name in BUILT_IN_ENVS]
     options = {key for env in envs for key in declared(env.config_class)}
     metrics = {metric for env in envs for metric in env.METRICS}
-    ids = {built_in.id for built_in in BUILT_IN.values()}
-    missing = {name for name in {*BUILT_IN, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
+    ids = {built_in.id for built_in in BUILT_IN_ENVS.values()}
+    missing = {name for name in {*BUILT_IN_ENVS, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
     assert not missing

@@ -8,7 +8,7 @@ import pytest
 from roll.base.errors import ConfigError
 from roll.envs import TextEnv, Turn, make_env
 from roll.envs.frozen_lake import FrozenLake
-from roll.envs.registry import BUILT_IN
+from roll.envs.registry import BUILT_IN_ENVS
 from tests.envs.playing import OPTIONS
 
 
@@ -25,12 +25,12 @@ def test_a_name_an_id_and_a_class_make_the_same_environment(env_type):
 
 
 def test_every_name_is_registered():
-    assert all(make_env(built_in.id).reset(seed=0) for built_in in BUILT_IN.values())
-    assert all(make_env(name).reset(seed=0) for name in BUILT_IN)
+    assert all(make_env(built_in.id).reset(seed=0) for built_in in BUILT_IN_ENVS.values())
+    assert all(make_env(name).reset(seed=0) for name in BUILT_IN_ENVS)
 
 
 def test_every_built_in_environment_is_played_by_the_tests_of_the_base_class():
-    assert OPTIONS.keys() == BUILT_IN.keys()
+    assert OPTIONS.keys() == BUILT_IN_ENVS.keys()
 
 
 def test_options_of_a_registration_can_be_overridden():

@@ -10,8 +10,8 @@ import pytest
 
 from examples.algorithms import compare
 from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.options.policy_options import losses_of
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import losses_of
 from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
 from roll.plan.hardware import prepare_run
 from tests.configs.samples import LAPTOP, write

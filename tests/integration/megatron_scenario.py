@@ -155,7 +155,7 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
 
     The last micro-batch has no response token: it must cost nothing and break nothing.
     """
-    from roll.algorithms.policy_options import PolicySettings
+    from roll.algorithms.options.policy_options import PolicySettings
     from roll.distributed.train.megatron_optimizer import NonFiniteError
 
     size = options.pop("micro_batch_size")

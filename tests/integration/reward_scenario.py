@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll.algorithms.preference_options import RewardModelOptions
+from roll.algorithms.options.preference_options import RewardModelOptions
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_scored
 from tests.integration.megatron_scenario import token_batch

@@ -16,7 +16,7 @@ import ray
 
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.calls import rpc_socket
-from roll.distributed.calls.rpc_batching import CallError, RpcActor, RpcClient, rpc_client
+from roll.distributed.calls.rpc_batching import RpcActor, RpcClient, RpcError, rpc_client
 from roll.distributed.calls.rpc_socket import MessageError
 from roll.distributed.ray_session import start_ray, stop_ray
 
@@ -134,7 +134,7 @@ def test_an_answer_that_cannot_be_pickled_fails_its_call_only(on_ray: None) -> N
         return await asyncio.gather(client.call("lock"), client.call("double", 1), return_exceptions=True)
 
     error, answer = run(scenario)
-    assert isinstance(error, CallError) and "cannot pickle '_thread.lock' object" in str(error)
+    assert isinstance(error, RpcError) and "cannot pickle '_thread.lock' object" in str(error)
     assert answer == 2
 
 

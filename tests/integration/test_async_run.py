@@ -24,7 +24,7 @@ from runs import (
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_options import PolicySettings
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.trackers.files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -14,7 +14,7 @@ from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.hub.names import HubError, converted_folder
-from roll.models.gguf_files import convert
+from roll.models.gguf_files import convert_gguf
 from roll.platforms.cpu.decoder import DecoderSizes, DecoderTensors
 from roll.rollout.types import GenerateRequest, SamplingParams
 from tests.integration.real_weights_scenario import sequences, token_batch
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
         file = gguf_weights()
     except HubError as error:
         pytest.skip(str(error))
-    convert(file, weights=True)
+    convert_gguf(file, weights=True)
     folder = tmp_path_factory.mktemp("smollm2")
     for path in converted_folder(file).iterdir():
         (folder / path.name).symlink_to(path)

@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from roll.hub.names import HubError, converted_folder, gguf_file, local_model
 from roll.models.families.shape import known_model_shape, read_model_shape
 from roll.models.families.weights import gguf_tensors
-from roll.models.gguf_files import convert
+from roll.models.gguf_files import convert_gguf
 from roll.models.tiny import write_tiny_model
 
 SHAPE = {"num_hidden_layers": 2, "head_dim": 32, "hidden_size": 128, "tie_word_embeddings": True}
@@ -70,7 +70,7 @@ def write_gguf(path: Path, architecture: str, quantization: GGMLQuantizationType
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_converted_model_has_the_weights_that_transformers_reads(tmp_path: Path, architecture: str) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", architecture, GGMLQuantizationType.Q8_0)
-    convert(file, weights=True)
+    convert_gguf(file, weights=True)
     model = AutoModelForCausalLM.from_pretrained(local_model(file), dtype=torch.float32)
     read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     state = model.state_dict()
@@ -83,7 +83,7 @@ def test_a_converted_model_has_the_weights_that_transformers_reads(tmp_path: Pat
 
 def test_unquantised_weights_are_the_original_bit_for_bit(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "llama", GGMLQuantizationType.F32)
-    convert(file, weights=True)
+    convert_gguf(file, weights=True)
     original = load_file(tmp_path / "original" / "model.safetensors")
     converted = load_file(local_model(file) / "model-00001.safetensors")
     assert set(converted) == set(original)
@@ -94,14 +94,14 @@ def test_a_plan_makes_the_config_and_the_tokenizer_but_no_weights(tmp_path: Path
     folder = tmp_path / "folder"
     folder.mkdir()
     file = write_gguf(folder / "tiny.gguf", "qwen2", GGMLQuantizationType.F16)
-    convert(folder, weights=False)
+    convert_gguf(folder, weights=False)
     assert local_model(folder) == converted_folder(file) and not list(local_model(folder).glob("*.safetensors"))
     assert AutoTokenizer.from_pretrained(local_model(folder)).convert_ids_to_tokens([0, 3, 1]) == ["<s>", "a", "</s>"]
 
 
 def test_the_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "llama", GGMLQuantizationType.F16)
-    convert(file, weights=False)
+    convert_gguf(file, weights=False)
     tokenizer = AutoTokenizer.from_pretrained(local_model(file))
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
     control = TOKENS.index("t7")
@@ -127,7 +127,7 @@ def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(tmp_path: Path, extra: dict[str, Any], message: str) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", "llama", GGMLQuantizationType.F32, **extra)
     with pytest.raises(HubError, match=message):
-        convert(file, weights=True)
+        convert_gguf(file, weights=True)
     assert not (converted_folder(file) / "config.json").exists()
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, problem: str) -
     file = tmp_path / "cut.gguf"
     file.write_bytes(content)
     with pytest.raises(HubError, match=f"cut.gguf: {problem}"):
-        convert(file, weights=True)
+        convert_gguf(file, weights=True)
 
 
 def test_a_folder_is_a_gguf_model_only_with_one_such_file_and_no_safetensors(tmp_path: Path) -> None:

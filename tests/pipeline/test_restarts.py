@@ -18,7 +18,7 @@ import pytest
 
 from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import EVENTS_FILE, EventLog
-from roll.base.schema import Source
+from roll.base.schema import ConfigSource
 from roll.configs.pipeline import BaseConfig, SFTConfig
 from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import launch as module
@@ -422,7 +422,7 @@ def test_a_resumed_run_names_the_keys_that_have_changed(tmp_path: Path, caplog: 
     assert "source" not in caplog.text
     caplog.clear()
     resumed = replace(before, resume_from_checkpoint=True, tracker_kwargs={"wandb": {"project": "other"}})
-    resumed.source = Source(given=["resume_from_checkpoint"], overridden=["resume_from_checkpoint"])
+    resumed.source = ConfigSource(given=["resume_from_checkpoint"], overridden=["resume_from_checkpoint"])
     warn_of_changes(resumed, checkpoint)
     warn_of_changes(after, tmp_path / "without" / "run" / "step-000002")
     assert not caplog.text

@@ -17,7 +17,7 @@ import pytest
 from roll.configs.pipeline import RLVRConfig
 from roll.trackers import make_trackers
 from roll.trackers.external import ExternalTracker
-from roll.trackers.external_process import given, leaves
+from roll.trackers.external_process import given, leaf_values
 from roll.trackers.files import read_metrics, without_secrets
 
 FAULTY_WANDB = """
@@ -135,7 +135,7 @@ def test_keys_are_not_shown(config: RLVRConfig) -> None:
 
 def test_helpers_of_the_process() -> None:
     assert given({"a": None, "b": {}, "c": [], "d": 0, "e": "x"}) == {"d": 0, "e": "x"}
-    assert dict(leaves({"a": {"b": 1, "c": {"d": [2]}}, "e": 3})) == {"a.b": 1, "a.c.d": [2], "e": 3}
+    assert dict(leaf_values({"a": {"b": 1, "c": {"d": [2]}}, "e": 3})) == {"a.b": 1, "a.c.d": [2], "e": 3}
 
 
 OFFLINE = {

@@ -25,11 +25,11 @@ BUFFER_KEYS = {
 }
 """Keys of the buffer, at the top level or in the section."""
 
-SECONDS = "sync_timeout sync_retry_delay generation_timeout batch_timeout batch_deadline batch_generation_interval"
+TIMES = "sync_timeout sync_retry_delay generation_timeout batch_timeout batch_deadline batch_generation_interval"
 """Keys whose names here end with their unit."""
 
 ASYNC = Table(
-    rename={name: f"{name}_s" for name in SECONDS.split()},
+    rename={name: f"{name}_s" for name in TIMES.split()},
     move={
         "async_training.generation_timeout": "actor_infer.generation_timeout_s",
         "async_training.max_sync_retries": "max_sync_retries",

@@ -7,13 +7,13 @@ from typing import Any
 
 from roll.compat.rules import Table, read_rules
 
-COLUMNS = "actor_train.data_args"
+DATA_COLUMNS = "actor_train.data_args"
 
-POLICY_LOSS = """tis_lower_bound tis_upper_bound topr_positive_weight topr_negative_weight cispo_epsilon_low
+POLICY_LOSS_KEYS = """tis_lower_bound tis_upper_bound topr_positive_weight topr_negative_weight cispo_epsilon_low
     cispo_epsilon_high cispo_use_unified_mask kimi15_tau""".split()
 """Keys of `actor_train` there that are keys of the run here."""
 
-MOVED = {
+ROLL_MOVES = {
     "teacher.opd_kl_coef": "opd_kl_coef",
     "teacher": "reference",
     "student_pretrain": "pretrain",
@@ -23,15 +23,15 @@ MOVED = {
     "checkpoint_config.output_dir": "checkpoint_dir",
     "max_running_requests": "actor_infer.max_running_requests",
     "pg_variant": "actor_train.pg_variant",
-    **{f"{name}_key": f"{COLUMNS}.{name}" for name in ("prompt", "query", "response", "system")},
+    **{f"{name}_key": f"{DATA_COLUMNS}.{name}" for name in ("prompt", "query", "response", "system")},
     **{
         f"{role}.model_args.flash_attn": f"{role}.model_args.attn_implementation"
         for role in ("actor_train", "reference", "actor_infer")
     },
-    **{f"actor_train.{key}": key for key in POLICY_LOSS},
+    **{f"actor_train.{key}": key for key in POLICY_LOSS_KEYS},
 }
 
-VALUES = {
+ROLL_VALUES = {
     "attn_implementation": {"flash_attention_2": "fa2"},
     "dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "template": {
@@ -58,13 +58,13 @@ def freezes_text(value: Any) -> bool:
     return not isinstance(names, list) or any(not VISION_PART.search(str(name)) for name in names)
 
 
-TESTS = {
+ROLL_TESTS = {
     "vision": lambda value: not freezes_text(value),
     "policy": lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
 }
 """Further words of the rules."""
 
-RULES = """
+ROLL_RULES = """
 [] rlvr sft dpo
 val_batch_size: validation runs over the whole validation set
 [] agentic
@@ -283,7 +283,7 @@ ROLL = Table(
         "rpc_timeout": "rpc_timeout_s",
         "sft_train": "actor_train",
     },
-    move=MOVED,
-    values=VALUES,
-    rules=read_rules(RULES, TESTS),
+    move=ROLL_MOVES,
+    values=ROLL_VALUES,
+    rules=read_rules(ROLL_RULES, ROLL_TESTS),
 )

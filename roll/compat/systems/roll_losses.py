@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.algorithms.estimators.turn_returns import METHODS
-from roll.algorithms.policy_options import traits_of
+from roll.algorithms.options.policy_options import traits_of
 from roll.base.schema import SECTION
 from roll.compat.recipe import Recipe, shown
 
@@ -128,7 +128,7 @@ def _read_sequence_ratio(recipe: Recipe, clip: float) -> None:
 
 
 WEIGHT_LEVELS = {name: name for name in ("token", "sequence", "geometric", "segment")}
-REJECTION_LEVELS = {
+FILTER_LEVELS = {
     "token": "token",
     "sequence": "sequence-sum",
     "geometric": "sequence-mean",
@@ -176,7 +176,7 @@ def read_correction(recipe: Recipe) -> None:
 
 def _filter_level(recipe: Recipe, item: Mapping[str, Any]) -> str:
     path = "train_infer_correction.filters.agg_type"
-    return _level(recipe, path, item.get("agg_type", "token"), REJECTION_LEVELS)
+    return _level(recipe, path, item.get("agg_type", "token"), FILTER_LEVELS)
 
 
 def _level(recipe: Recipe, path: str, kind: Any, levels: Mapping[str, str]) -> str:
@@ -189,7 +189,7 @@ def _level(recipe: Recipe, path: str, kind: Any, levels: Mapping[str, str]) -> s
 # Rewards and advantages
 
 
-def read_normalization(recipe: Recipe) -> None:
+def read_reward_norm(recipe: Recipe) -> None:
     """`reward_norm`, `reward_shift` and `reward_scale` of older recipes."""
     kind = recipe.take("reward_norm")
     shift, scale = recipe.take_switch("reward_shift"), recipe.take_switch("reward_scale")

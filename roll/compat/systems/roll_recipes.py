@@ -51,7 +51,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     roll_losses.read_old_log_probs(recipe)
     roll_losses.read_clipping(recipe)
     roll_losses.read_correction(recipe)
-    roll_losses.read_normalization(recipe)
+    roll_losses.read_reward_norm(recipe)
     read_rewards(recipe)
     _read_distillation(recipe)
     _read_remove_padding(recipe)

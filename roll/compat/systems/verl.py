@@ -163,7 +163,7 @@ def _has_one_turn(agent: Any) -> bool:
     return not isinstance(agent, dict) or all(agent.get(name) in (None, "single_turn_agent") for name in loops)
 
 
-RULES = """
+VERL_RULES = """
 []
 actor_rollout_ref.rollout.agent if one_turn: turns are those of a TextEnv (docs/environments.md)
 actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy critic.fsdp_config
@@ -221,5 +221,5 @@ VERL = Table(
             "tir_optimal_token_baseline": "optimal_token_baseline",
         },
     },
-    rules=read_rules(RULES, {"disabled": _is_disabled, "one_turn": _has_one_turn}),
+    rules=read_rules(VERL_RULES, {"disabled": _is_disabled, "one_turn": _has_one_turn}),
 )

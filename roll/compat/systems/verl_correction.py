@@ -11,7 +11,12 @@ from roll.compat.systems.verl import CORRECTION
 KEYS = """rollout_is rollout_is_threshold rollout_is_batch_normalize
     rollout_rs rollout_rs_threshold rollout_rs_threshold_lower""".split()
 
-REJECTION_LEVELS = {"token": "token", "seq_mean": "sequence-mean", "seq_sum": "sequence-sum", "seq_max": "sequence-max"}
+VERL_REJECTION_LEVELS = {
+    "token": "token",
+    "seq_mean": "sequence-mean",
+    "seq_sum": "sequence-sum",
+    "seq_max": "sequence-max",
+}
 """First part of an option of `rollout_rs` -> `correction.rejection.level`; the last part is the statistic."""
 
 EARLIER_REJECTION = {"token": "token", "sequence": "sequence-sum", "geometric": "sequence-mean"}
@@ -97,10 +102,10 @@ def _rejection(option: str, threshold: Any, lower: Any) -> Tree:
         least = 1 / upper if lower is None else _positive(lower, "rollout_rs_threshold_lower")
         return {"statistic": "k1", "level": EARLIER_REJECTION[option], "lower": least, "upper": upper}
     level, _, statistic = option.rpartition("_")
-    if level not in REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
-        known = ", ".join(f"{name}_k1" for name in REJECTION_LEVELS)
+    if level not in VERL_REJECTION_LEVELS or statistic not in ("k1", "k2", "k3"):
+        known = ", ".join(f"{name}_k1" for name in VERL_REJECTION_LEVELS)
         raise ValueError(f"rollout_rs {option!r} is unknown; use {known}, or the same with k2 or k3")
-    rejection: Tree = {"statistic": statistic, "level": REJECTION_LEVELS[level]}
+    rejection: Tree = {"statistic": statistic, "level": VERL_REJECTION_LEVELS[level]}
     if statistic != "k1":
         return rejection | {"upper": _positive(threshold, "rollout_rs_threshold")}
     first, found, second = str(threshold).partition("_")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll.algorithms.policy_options import known_losses
+from roll.algorithms.options.policy_options import known_losses
 from roll.configs.pipeline import LearnerOptions, RLConfig
 
 

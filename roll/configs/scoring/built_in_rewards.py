@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BuiltIn:
+class BuiltInReward:
     """A reward that comes with this project.
 
     Attributes:
@@ -30,15 +30,15 @@ class BuiltIn:
 
 
 BUILT_IN = {
-    "math_rule": BuiltIn("roll.rewards.math_rule:math_reward"),
-    "multiple_choice": BuiltIn("roll.rewards.answers:multiple_choice"),
-    "exact_match": BuiltIn("roll.rewards.answers:exact_match", truth=(str, int, float, list)),
-    "regex": BuiltIn("roll.rewards.answers:regex"),
-    "ifeval": BuiltIn("roll.rewards.ifeval:ifeval_reward", truth=()),
-    "reasoning_gym": BuiltIn("roll.rewards.reasoning_gym:reasoning_gym_reward", truth=()),
-    "code_sandbox": BuiltIn("roll.rewards.code_sandbox:code_reward", 60.0, max_concurrent_calls=1, truth=()),
-    "llm_judge": BuiltIn("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
-    "reward_model": BuiltIn("roll.rewards.reward_model:RewardModelScorer", truth=()),
+    "math_rule": BuiltInReward("roll.rewards.math_rule:math_reward"),
+    "multiple_choice": BuiltInReward("roll.rewards.answers:multiple_choice"),
+    "exact_match": BuiltInReward("roll.rewards.answers:exact_match", truth=(str, int, float, list)),
+    "regex": BuiltInReward("roll.rewards.answers:regex"),
+    "ifeval": BuiltInReward("roll.rewards.ifeval:ifeval_reward", truth=()),
+    "reasoning_gym": BuiltInReward("roll.rewards.reasoning_gym:reasoning_gym_reward", truth=()),
+    "code_sandbox": BuiltInReward("roll.rewards.code_sandbox:code_reward", 60.0, max_concurrent_calls=1, truth=()),
+    "llm_judge": BuiltInReward("roll.rewards.llm_judge:judge_reward", timeout_s=120.0, max_concurrent_calls=16),
+    "reward_model": BuiltInReward("roll.rewards.reward_model:RewardModelScorer", truth=()),
 }
 """Rewards by the name that an entry of `rewards`, or its `function`, may have.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from roll.base.errors import Finding, error, missing, warning
-from roll.base.schema import Condition, Source, option
+from roll.base.schema import Condition, ConfigSource, option
 from roll.base.text import check_known, nearest
 from roll.configs.scoring.built_in_rewards import (
     BUILT_IN,
@@ -259,7 +259,7 @@ FILTER_ARGUMENTS = {
 """Thresholds of each type of query filter."""
 
 
-def _check_filter(path: str, config: QueryFilterConfig, group: int, source: Source) -> Iterator[Finding]:
+def _check_filter(path: str, config: QueryFilterConfig, group: int, source: ConfigSource) -> Iterator[Finding]:
     arguments = config.filter_args
     for name in ("threshold_up", "threshold_down", "std_threshold"):
         if getattr(arguments, name) is not None and name not in FILTER_ARGUMENTS[config.type]:

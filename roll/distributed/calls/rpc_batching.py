@@ -22,7 +22,7 @@ from roll.distributed.calls.rpc_socket import ActorTransport, Connection, Listen
 logger = logging.getLogger(__name__)
 
 
-class CallError(RuntimeError):
+class RpcError(RuntimeError):
     """A call raised; the message is its traceback."""
 
 
@@ -184,7 +184,7 @@ class RpcClient:
         """The future answer.
 
         Raises:
-            CallError: the call raised, or its answer cannot be pickled.
+            RpcError: the call raised, or its answer cannot be pickled.
             Exception: the transport failed; the transport's own exception.
         """
         number = next(self._numbers)
@@ -229,7 +229,7 @@ class RpcClient:
         if answer.error is None:
             future.set_result(answer.value)
         else:
-            future.set_exception(CallError(answer.error))
+            future.set_exception(RpcError(answer.error))
 
     def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -124,7 +124,7 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Link:
+class SocketLink:
     """A connection to an actor, and what came over it: answers, or in the end an exception that tells why it ended."""
 
     connection: Connection
@@ -137,7 +137,7 @@ class ActorTransport:
     def __init__(self, actor: Any) -> None:
         """Connects with the first message, and again after a failure."""
         self._actor = actor
-        self._linking: asyncio.Task[Link | None] | None = None
+        self._linking: asyncio.Task[SocketLink | None] | None = None
         self._collectors = 0
 
     async def submit(self, client_id: str, calls: list[Any], cancelled: list[int]) -> None:
@@ -184,7 +184,7 @@ class ActorTransport:
             self._linking = None
             raise
 
-    async def _link(self, replace_lost: bool) -> Link | None:
+    async def _link(self, replace_lost: bool) -> SocketLink | None:
         """The connection; None where messages are Ray calls.
 
         Args:
@@ -201,7 +201,7 @@ class ActorTransport:
             known = self._linking = asyncio.create_task(self._connect())
         return await asyncio.shield(known)
 
-    async def _connect(self) -> Link | None:
+    async def _connect(self) -> SocketLink | None:
         node, address = await asyncio.wrap_future(self._actor.listen.remote().future())
         if not address or node != ray.get_runtime_context().get_node_id():
             return None
@@ -229,7 +229,7 @@ class ActorTransport:
         if not connection.is_open:
             return None
         asyncio.wrap_future(self._actor.run_until_death.remote().future()).add_done_callback(died)
-        return Link(connection, answers)
+        return SocketLink(connection, answers)
 
     def _closed(self) -> ray.exceptions.ActorUnavailableError:
         text = "its socket was closed, and Ray has not reported its death"

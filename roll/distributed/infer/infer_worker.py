@@ -51,7 +51,7 @@ ANSWER_S = 10.0
 """Longest wait for the answer of an engine to the check whether it serves."""
 
 
-class Method(StrategyMethod["InferWorker", P, ResultT]):
+class InferMethod(StrategyMethod["InferWorker", P, ResultT]):
     """A method of `InferWorker` that is documented at `Generation` or at `WeightReceiver`."""
 
 
@@ -261,18 +261,18 @@ class InferWorker(Worker):
         finally:
             answering.cancel()  # where the call was cancelled
 
-    pause = Method(lambda worker: worker.generation.pause, SYNC)
-    resume = Method(lambda worker: worker.generation.resume, SYNC)
-    flush_cache = Method(lambda worker: worker.generation.flush_cache, SYNC)
-    join_broadcast_groups = Method(lambda worker: worker.receiver.join_broadcast_groups, SYNC)
-    leave_broadcast_groups = Method(lambda worker: worker.receiver.leave_broadcast_groups, SYNC)
-    begin_update = Method(lambda worker: worker.receiver.begin_update, SYNC)
-    receive_broadcast = Method(lambda worker: worker.receiver.receive_broadcast, SYNC)
-    receive_shared = Method(lambda worker: worker.receiver.receive_shared, SYNC)
-    end_update = Method(lambda worker: worker.receiver.end_update, SYNC)
-    checksums = Method(lambda worker: worker.receiver.checksums, SYNC)
-    commit_update = Method(lambda worker: worker.receiver.commit_update, SYNC)
-    abort_update = Method(lambda worker: worker.receiver.abort_update, SYNC)
+    pause = InferMethod(lambda worker: worker.generation.pause, SYNC)
+    resume = InferMethod(lambda worker: worker.generation.resume, SYNC)
+    flush_cache = InferMethod(lambda worker: worker.generation.flush_cache, SYNC)
+    join_broadcast_groups = InferMethod(lambda worker: worker.receiver.join_broadcast_groups, SYNC)
+    leave_broadcast_groups = InferMethod(lambda worker: worker.receiver.leave_broadcast_groups, SYNC)
+    begin_update = InferMethod(lambda worker: worker.receiver.begin_update, SYNC)
+    receive_broadcast = InferMethod(lambda worker: worker.receiver.receive_broadcast, SYNC)
+    receive_shared = InferMethod(lambda worker: worker.receiver.receive_shared, SYNC)
+    end_update = InferMethod(lambda worker: worker.receiver.end_update, SYNC)
+    checksums = InferMethod(lambda worker: worker.receiver.checksums, SYNC)
+    commit_update = InferMethod(lambda worker: worker.receiver.commit_update, SYNC)
+    abort_update = InferMethod(lambda worker: worker.receiver.abort_update, SYNC)
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:

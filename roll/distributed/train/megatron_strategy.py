@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
-from roll.algorithms.policy_options import PolicySettings
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates

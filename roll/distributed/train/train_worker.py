@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
 
 
-class Method(StrategyMethod["TrainWorker", P, ResultT]):
+class TrainMethod(StrategyMethod["TrainWorker", P, ResultT]):
     """A method of `TrainWorker` that is documented at its strategy or at `WeightSender`."""
 
 
@@ -98,26 +98,26 @@ class TrainWorker(Worker):
             self._infer_strategy = frozen
         gc_freeze()
 
-    offload_states = Method(lambda worker: worker.infer_strategy.offload)
-    load_states = Method(lambda worker: worker.infer_strategy.states.load)
-    compute_log_probs = Method(lambda worker: worker.infer_strategy.compute_log_probs)
-    compute_values = Method(lambda worker: worker.infer_strategy.compute_values)
-    memory = Method(lambda worker: worker.infer_strategy.memory)
-    train_step = Method(lambda worker: worker.train_strategy.train_step)
-    train_step_with_log_probs = Method(lambda worker: worker.train_strategy.train_step_with_log_probs)
-    begin_checkpoint = Method(lambda worker: worker.train_strategy.begin_checkpoint)
-    checkpoint_written = Method(lambda worker: worker.train_strategy.saving.seconds_waited)
-    load_checkpoint = Method(lambda worker: worker.train_strategy.load_checkpoint)
-    describe_weights = Method(lambda worker: worker.sender.describe_weights, SYNC)
-    hold_broadcast_port = Method(lambda worker: worker.sender.hold_broadcast_port, SYNC)
-    join_broadcast_group = Method(lambda worker: worker.sender.join_broadcast_group, SYNC)
-    leave_broadcast_group = Method(lambda worker: worker.sender.leave_broadcast_group, SYNC)
-    broadcast_weights = Method(lambda worker: worker.sender.broadcast_weights, SYNC)
-    create_shm = Method(lambda worker: worker.sender.create_shm, SYNC)
-    open_shm = Method(lambda worker: worker.sender.open_shm, SYNC)
-    fill_bucket = Method(lambda worker: worker.sender.fill_bucket, SYNC)
-    checksum_bucket = Method(lambda worker: worker.sender.checksum_bucket, SYNC)
-    release_buckets = Method(lambda worker: worker.sender.release_buckets, SYNC)
+    offload_states = TrainMethod(lambda worker: worker.infer_strategy.offload)
+    load_states = TrainMethod(lambda worker: worker.infer_strategy.states.load)
+    compute_log_probs = TrainMethod(lambda worker: worker.infer_strategy.compute_log_probs)
+    compute_values = TrainMethod(lambda worker: worker.infer_strategy.compute_values)
+    memory = TrainMethod(lambda worker: worker.infer_strategy.memory)
+    train_step = TrainMethod(lambda worker: worker.train_strategy.train_step)
+    train_step_with_log_probs = TrainMethod(lambda worker: worker.train_strategy.train_step_with_log_probs)
+    begin_checkpoint = TrainMethod(lambda worker: worker.train_strategy.begin_checkpoint)
+    checkpoint_written = TrainMethod(lambda worker: worker.train_strategy.saving.seconds_waited)
+    load_checkpoint = TrainMethod(lambda worker: worker.train_strategy.load_checkpoint)
+    describe_weights = TrainMethod(lambda worker: worker.sender.describe_weights, SYNC)
+    hold_broadcast_port = TrainMethod(lambda worker: worker.sender.hold_broadcast_port, SYNC)
+    join_broadcast_group = TrainMethod(lambda worker: worker.sender.join_broadcast_group, SYNC)
+    leave_broadcast_group = TrainMethod(lambda worker: worker.sender.leave_broadcast_group, SYNC)
+    broadcast_weights = TrainMethod(lambda worker: worker.sender.broadcast_weights, SYNC)
+    create_shm = TrainMethod(lambda worker: worker.sender.create_shm, SYNC)
+    open_shm = TrainMethod(lambda worker: worker.sender.open_shm, SYNC)
+    fill_bucket = TrainMethod(lambda worker: worker.sender.fill_bucket, SYNC)
+    checksum_bucket = TrainMethod(lambda worker: worker.sender.checksum_bucket, SYNC)
+    release_buckets = TrainMethod(lambda worker: worker.sender.release_buckets, SYNC)
 
     @register()
     def export_hf(self, folder: Path) -> None:

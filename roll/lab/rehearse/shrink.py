@@ -6,7 +6,7 @@ import copy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from roll.algorithms.shaping_options import SCORED
+from roll.algorithms.options.shaping_options import SCORED
 from roll.base.schema import Tree, value_at
 from roll.configs.agentic import AgenticConfig
 from roll.configs.defaults import OWN_MODEL_ROLES
@@ -84,7 +84,7 @@ OPENED = "opened: a random model gives a whole group one score, and no group wou
 SLOTS = "parallel sizes above 1 become 2, on CPU slots of one machine"
 GRADED = "a random judge writes digits, and the last one is its grade"
 DIFFERS = "scores of a group differ, so that the loss has a gradient"
-OWN_FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
+IN_ITS_FOLDER = "everything is written to the rehearsal's folder, and nothing is sent"
 RESUMED = "a checkpoint is written and resumed"
 
 
@@ -196,11 +196,11 @@ class _Section:
 
 def _shrink_run(edit: _Section, config: BaseConfig, folder: str, steps: int) -> None:
     edit.set("", pipeline=config.pipeline)
-    edit.drop(OWN_FOLDER, *[name for name in edit.given if name.endswith("_dir") and name not in KEPT_FOLDERS])
-    edit.set(OWN_FOLDER, output_dir=folder)
+    edit.drop(IN_ITS_FOLDER, *[name for name in edit.given if name.endswith("_dir") and name not in KEPT_FOLDERS])
+    edit.set(IN_ITS_FOLDER, output_dir=folder)
     for name, options in config.tracker_kwargs.items():
         sent = [key for key in options if key.endswith(("dir", "uri")) or key in ACCOUNT_OPTIONS]
-        edit.at("tracker_kwargs", name).drop(OWN_FOLDER, *sent)
+        edit.at("tracker_kwargs", name).drop(IN_ITS_FOLDER, *sent)
     edit.set("runs here", platform="cpu")
     edit.set("a rehearsal", max_steps=steps)
     edit.set(RESUMED, save_checkpoint=True, save_steps=1, max_ckpt_to_keep=0)
@@ -253,7 +253,7 @@ def _shrink_rl(edit: _Section, config: RLConfig, batch: SmallBatch) -> None:
         edit.set(SMALL, pass_k=min(value_at(config, "pass_k"), batch.group_size - 1))
     if config.uses_critic and config.critic_warmup:
         edit.set("a rehearsal", critic_warmup=1)
-    edit.set(OWN_FOLDER, rollout_dump_dir=f"{edit.root['output_dir']}/samples")
+    edit.set(IN_ITS_FOLDER, rollout_dump_dir=f"{edit.root['output_dir']}/samples")
     edit.set("every weight update is verified", verify_weights="always")
     edit.set("a weight update has several buckets", model_update_buffer_size_mb=1)
     queue = config.async_training.max_queue_size

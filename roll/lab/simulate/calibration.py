@@ -115,7 +115,7 @@ class Measurements:
     batches: Sequence[GeneratedBatch] = ()
 
 
-def read_run(folder: Path, option: str) -> Measurements:
+def read_measurements(folder: Path, option: str) -> Measurements:
     """Reads the measurements of a run from its metrics.jsonl and run.json; errors name the `option` with its folder.
 
     Raises:

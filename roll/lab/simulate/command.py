@@ -16,7 +16,7 @@ from roll.lab.simulate.calibration import (
     RunShape,
     StepTimes,
     fit_doubling_batch,
-    read_run,
+    read_measurements,
 )
 from roll.lab.simulate.cost_model import CostModel, fit_cost_model, fit_slowdown
 from roll.lab.simulate.report import prediction_as_dict, print_prediction
@@ -135,7 +135,7 @@ def build_cost_model(config: RLConfig, options: argparse.Namespace, hardware: Ha
         )
     model = fit_cost_model(config, measured, platform, options.doubling_batch, config.seed)
     if options.overlap_run is not None:
-        run, samples = read_run(options.overlap_run, "--overlap"), model.shape.samples
+        run, samples = read_measurements(options.overlap_run, "--overlap"), model.shape.samples
         if run.shape.samples != samples:
             had = f"{options.overlap_run} had {run.shape.samples} samples per step"
             raise option_error("--overlap", f"{had}, not {samples}; give a run of this batch size")
@@ -175,7 +175,7 @@ def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str
             notes.append(f"{message} (set them with --response-length)")
         lengths = options.response_length or (limit, limit)
         return Measurements(replace(RunShape.of(asdict(config)), ratio=0.0), StepTimes(**given), *lengths)
-    measured = read_run(options.from_run, "--from")
+    measured = read_measurements(options.from_run, "--from")
     times = replace(measured.times, **given)
     if times != measured.times:
         times = replace(times, step=None)

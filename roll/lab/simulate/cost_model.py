@@ -12,7 +12,7 @@ from itertools import accumulate
 from statistics import NormalDist
 from typing import Any
 
-from roll.algorithms.policy_options import proximal_source
+from roll.algorithms.options.policy_options import proximal_source
 from roll.configs.learning.log_prob_passes import samples_with_own_pass
 from roll.configs.pipeline import RLConfig
 from roll.lab.simulate.calibration import Measurements, RunShape, fit_doubling_batch

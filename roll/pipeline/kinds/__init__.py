@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from roll.configs.pipeline import BaseConfig
     from roll.pipeline.parts import Pipeline
 
-PIPELINES = {
+PIPELINE_CLASSES = {
     "AgenticConfig": "roll.pipeline.kinds.agentic:AgenticPipeline",
     "RLVRConfig": "roll.pipeline.kinds.rlvr:RLVRPipeline",
     "RLVREngineRewardConfig": "roll.pipeline.kinds.rlvr:RLVRPipeline",
@@ -22,5 +22,5 @@ PIPELINES = {
 
 
 def pipeline_of(config: BaseConfig) -> Pipeline:
-    pipeline: Pipeline = import_named(PIPELINES[type(config).__name__], callable)[1](config)
+    pipeline: Pipeline = import_named(PIPELINE_CLASSES[type(config).__name__], callable)[1](config)
     return pipeline

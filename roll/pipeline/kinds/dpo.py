@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll.algorithms.losses import pair_kl
-from roll.algorithms.preference_options import DPOOptions
+from roll.algorithms.options.preference_options import DPOOptions
 from roll.base.schema import part
 from roll.configs.pipeline import DPOConfig
 from roll.configs.roles import ReferenceConfig

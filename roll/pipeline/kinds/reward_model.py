@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.algorithms.preference_options import RewardModelOptions
+from roll.algorithms.options.preference_options import RewardModelOptions
 from roll.base.schema import part
 from roll.configs.pipeline import RewardModelConfig
 from roll.datasets.batch import Batch

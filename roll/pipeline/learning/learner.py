@@ -38,7 +38,7 @@ from roll.algorithms.correction import (
 from roll.algorithms.distillation import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from roll.algorithms.kl import KLController
 from roll.algorithms.losses import ValueLossConfig
-from roll.algorithms.policy_options import PolicySettings, traits_of
+from roll.algorithms.options.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs

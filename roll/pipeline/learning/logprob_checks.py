@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.algorithms.policy_options import PolicySettings
+from roll.algorithms.options.policy_options import PolicySettings
 from roll.base.errors import RunError
 from roll.configs.defaults import default_mismatch
 from roll.configs.pipeline import LearnerOptions

@@ -54,7 +54,7 @@ class BuildError(RuntimeError):
     """The library could not be built; the message says why."""
 
 
-def cache_folder() -> Path:
+def build_folder() -> Path:
     """Folder of built libraries: `$XDG_CACHE_HOME/roll/kernels`, by default below `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "roll" / "kernels"
 
@@ -66,7 +66,7 @@ def load_library(head_dim: int) -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, or it failed.
     """
-    library = _open(build(head_dim, cache_folder()))
+    library = _open(build(head_dim, build_folder()))
     for name, (arguments, result) in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result

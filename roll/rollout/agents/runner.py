@@ -16,7 +16,7 @@ from roll.usercode.env_pool import EnvFailure, EnvPool
 Decode = Callable[[list[int]], str]
 """From sampled ids to the text that an environment reads."""
 
-Failure = EpisodeFailed | EnvFailure
+EpisodeFailure = EpisodeFailed | EnvFailure
 """Failures of one episode; both have a `reason`."""
 
 
@@ -53,7 +53,7 @@ class RolloutRunner:
         first of them chooses.
         """
         succeeded: list[Episode] = []
-        failures: list[Failure] = []
+        failures: list[EpisodeFailure] = []
         chosen: int | None = None
 
         async def run(episode: Episode) -> None:
@@ -76,7 +76,7 @@ class RolloutRunner:
             await cancel_all(tasks)
         _finish_group(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
-    async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> Failure | None:
+    async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> EpisodeFailure | None:
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 return await _failure_of(self._run, episode, engine, timer)
@@ -104,7 +104,7 @@ class RolloutRunner:
         Keeps the first `group_size` successful episodes of each group, in the order of its list.
         """
         all_episodes = [episode for _, episodes in runs for episode in episodes]
-        failed: dict[Episode, Failure] = {}
+        failed: dict[Episode, EpisodeFailure] = {}
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 await self._run_turns(all_episodes, failed, timer)
@@ -121,7 +121,9 @@ class RolloutRunner:
             failures = [failed[episode] for episode in episodes if episode in failed]
             _finish_group(group, succeeded[:group_size], group_size, failures)
 
-    async def _run_turns(self, episodes: Sequence[Episode], failed: dict[Episode, Failure], timer: Timer) -> None:
+    async def _run_turns(
+        self, episodes: Sequence[Episode], failed: dict[Episode, EpisodeFailure], timer: Timer
+    ) -> None:
         """Runs all episodes to their end; failed ones are added to `failed` and send no more requests."""
 
         async def note_failure(episode: Episode, work: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -152,14 +154,16 @@ class RolloutRunner:
         return EpisodeFailed(TIMED_OUT, message)
 
 
-def _finish_group(group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[Failure]) -> None:
+def _finish_group(
+    group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[EpisodeFailure]
+) -> None:
     if len(succeeded) == group_size:
         group.trajectories = [episode.trajectory for episode in succeeded]
     else:
         group.drop(failures[0].reason, str(failures[0]))
 
 
-async def _failure_of(work: Callable[..., Awaitable[None]], *args: object) -> Failure | None:
+async def _failure_of(work: Callable[..., Awaitable[None]], *args: object) -> EpisodeFailure | None:
     """The failure that the work of one episode ended with, if any; any other exception is a bug and is raised."""
     try:
         await work(*args)

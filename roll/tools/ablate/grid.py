@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll.algorithms.policy_options import VARIANT_KEYS
+from roll.algorithms.options.policy_options import VARIANT_KEYS
 from roll.base.errors import ConfigError, Problem
 from roll.configs.pipeline import RLConfig
 from roll.envs.registry import try_environment

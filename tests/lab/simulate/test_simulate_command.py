@@ -22,7 +22,7 @@ from roll.lab.simulate.calibration import (
     RunShape,
     StepTimes,
     fit_doubling_batch,
-    read_run,
+    read_measurements,
 )
 from roll.lab.simulate.command import add_options, build_cost_model, check_simulated
 from roll.lab.simulate.cost_model import CostModel, response_lengths
@@ -128,7 +128,7 @@ def test_synchronous_run_predicts_step_times_of_asynchronous_runs(
 
 
 def test_doubling_batch_is_fitted_to_steps_of_different_lengths(synchronous_folder: Path) -> None:
-    measured = read_run(synchronous_folder, "--from")
+    measured = read_measurements(synchronous_folder, "--from")
     fitted = fit_doubling_batch(measured)
     assert fitted is not None and 32 <= fitted <= 128
     alike = replace(measured, batches=[GeneratedBatch(3.0, 200, 700)] * 20)
@@ -157,7 +157,7 @@ def test_the_time_of_a_critic_is_part_of_training(tmp_path: Path, devices: str, 
     line = {"time/step": 20.0, "time/generate": 1.0, "time/train": 3.0, "time/train_critic": 6.0}
     line |= {"time/old_log_probs": 1.0, "time/values": 2.0}
     lengths = {"rollout/response_length_mean": 200.0, "rollout/response_length_max": 700.0}
-    measured = read_run(write_run(tmp_path / "run", config, [line | lengths] * 3), "--from")
+    measured = read_measurements(write_run(tmp_path / "run", config, [line | lengths] * 3), "--from")
     assert (measured.times.train, measured.times.log_probs) == (train, log_probs)
     assert measured.shape == RunShape.of(asdict(config))
 

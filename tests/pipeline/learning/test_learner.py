@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantage_options import TurnOptions
 from roll.algorithms.advantages import GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, compute_advantages
 from roll.algorithms.estimators import ADV_ESTIMATORS
+from roll.algorithms.options.advantage_options import TurnOptions
+from roll.algorithms.options.policy_options import RatioOptions
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.policy_options import RatioOptions
 from roll.algorithms.turns import TURN_KEYS
 from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from roll.algorithms.correction_options import CorrectionOptions
 from roll.algorithms.distillation import DistillationOptions
 from roll.algorithms.estimators import ADV_ESTIMATORS
 from roll.algorithms.lazy_torch import Tensor
+from roll.algorithms.options.correction_options import CorrectionOptions
 from roll.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 from roll.algorithms.registry import UserOptions
 from roll.base.custom_modules import load_custom_modules

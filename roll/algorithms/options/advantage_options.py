@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.algorithms.distillation import DistillationOptions, check_teacher
 from roll.algorithms.estimators import ADV_ESTIMATORS, Estimator
 from roll.algorithms.estimators.returns_to_go import RUNNING, RUNNING_TAG, RUNNING_TYPES
+from roll.algorithms.options.shaping_options import HAS_ADVANTAGES, SCORED, ShapingOptions, unless
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from roll.algorithms.shaping_options import HAS_ADVANTAGES, SCORED, ShapingOptions, unless
 from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, combined, needs, option
 from roll.base.text import check_known
