@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from roll.base.errors import Finding, Problem, error, missing
 from roll.base.schema import ConfigSource, needs, one_or_many, option
+from roll.base.text import check_known
 from roll.configs.run_options import ProcessOptions, StepOptions
 
 METRICS_FILE = "metrics.jsonl"
@@ -78,8 +79,6 @@ class NoOptions:
     """`tracker_kwargs` of a tracker without options."""
 
 
-TrackerName = Literal["tensorboard", "wandb", "swanlab", "mlflow", "stdout"]
-
 TRACKER_OPTIONS: dict[str, type] = {
     "tensorboard": TensorBoardOptions,
     "wandb": WandbOptions,
@@ -87,17 +86,18 @@ TRACKER_OPTIONS: dict[str, type] = {
     "mlflow": MlflowOptions,
     "stdout": NoOptions,
 }
-"""Options of each tracker of `track_with`."""
+"""Options of each tracker of `track_with`; a tracker of the user adds its own."""
 
 
 @dataclass
 class TrackerOptions(StepOptions, ProcessOptions):
     """What trackers read."""
 
-    track_with: list[TrackerName] = option(
+    track_with: list[str] = option(
         factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
-        help="Trackers in addition to metrics.jsonl; a single name is taken as a list of one.",
+        help="Trackers in addition to metrics.jsonl: stdout, tensorboard, wandb, swanlab, mlflow, or one of "
+        "`custom_modules`; a single name is taken as a list of one.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict,
@@ -167,6 +167,7 @@ def check_trackers(
     for tracker, count in Counter(track_with).items():
         if count > 1:
             yield error("track_with", f"contains {tracker} {count} times; list it once")
+        yield from check_known("track_with", tracker, TRACKER_OPTIONS)
         package = missing_package(tracker)
         if package is not None:
             advice = f"install it with: {sys.executable} -m pip install {package}"

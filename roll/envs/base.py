@@ -107,7 +107,6 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @property
     def instruction(self) -> str:
-        """`env_instruction` if it is set, else the rules."""
         return self.rules() if self.config.env_instruction is None else self.config.env_instruction
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -186,7 +185,6 @@ class FreeText(Text):
         super().__init__(SAMPLE_LENGTH, min_length=0, charset=string.printable)
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is a string."""
         return isinstance(x, str)
 
     def __repr__(self) -> str:

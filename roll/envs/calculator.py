@@ -208,7 +208,6 @@ class Calculator(TextEnv):
         return RULES
 
     def begin(self) -> str:
-        """Draws a problem."""
         problem = draw_problem(self.np_random, self.config.terms, self.config.digits)
         self._value = problem.value
         return f"Compute {problem.text}"

@@ -98,7 +98,6 @@ def draw_map(generator: np.random.Generator, size: int, p: float) -> list[str]:
 
 
 def _connected(cells: npt.NDArray[np.str_], start: tuple[int, int], goal: tuple[int, int]) -> bool:
-    """Whether a path of adjacent cells without holes leads from start to goal; `cells` is [size, size]."""
     size = len(cells)
     seen, frontier = {start}, [start]
     while frontier and goal not in seen:

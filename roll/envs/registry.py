@@ -79,7 +79,6 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
 
 
 def is_known(env_type: str) -> bool:
-    """Whether `make_env` finds an environment by this name or id."""
     return env_type in BUILT_IN_ENVS or env_type in gymnasium.registry
 
 

@@ -67,7 +67,6 @@ class SokobanConfig(MoveConfig):
 
     @property
     def symbols(self) -> list[str]:
-        """Character of each of MEANINGS."""
         return [self.grid_lookup.get(number, default) for number, default in SYMBOLS.items()]
 
     def check(self) -> Iterable[Problem]:
@@ -196,7 +195,6 @@ class Room:
 
 
 def neighbor(cell: Cell, direction: Cell, times: int = 1) -> Cell:
-    """The cell `times` steps away in a direction."""
     return cell[0] + times * direction[0], cell[1] + times * direction[1]
 
 

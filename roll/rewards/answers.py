@@ -86,7 +86,6 @@ def choice(response: str) -> str | None:
 
 
 def _capitals(text: str) -> list[str]:
-    """Capital letters that stand alone, without the pronoun I."""
     found = (match for match in LETTER.finditer(text) if match[1].isupper())
     return [match[1] for match in found if match[1] != "I" or text[match.start() - 1 : match.end() + 1] == "(I)"]
 

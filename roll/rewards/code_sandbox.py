@@ -191,7 +191,6 @@ def _blocks(text: str, whole_strings: bool) -> Iterator[tuple[str, str]]:
 
 
 def _parsed(code: str) -> list[ast.stmt]:
-    """The statements of a program; none if it is no Python."""
     try:
         return ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -239,7 +238,6 @@ def _outside_functions(roots: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _is_stub(node: ast.stmt) -> bool:
-    """Whether a definition does nothing but raise NotImplementedError."""
     if isinstance(node, DEFINITIONS):
         return all(map(_is_stub, node.body))
     if isinstance(node, ast.Raise):
@@ -367,7 +365,6 @@ def read_tests(ground_truth: Any, row: Mapping[str, Any]) -> Tests:
 
 
 def _read(given: Any, row: Mapping[str, Any]) -> Tests | None:
-    """Tests in one of the formats; None for another."""
     if isinstance(given, str):
         return _asserts([given], row) if re.search(r"\bassert\b|\bdef (test|check)", given) else None
     if isinstance(given, dict) and "assert_code" in given:

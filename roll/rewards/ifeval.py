@@ -95,7 +95,6 @@ def _of_ifeval(item: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without those that are null, which a table of all possible arguments has."""
     return {key: value for key, value in arguments.items() if value is not None}
 
 

@@ -72,14 +72,12 @@ class JudgeModelScorer:
         self._running: set[asyncio.Future[Sequence[JudgeAnswer]]] = set()
 
     def connect(self, ask: AskJudge) -> None:
-        """Sets the function that calls the engines."""
         self._ask = ask
 
     def launch(self) -> None:
         """Does nothing: the engines run already."""
 
     def close(self) -> None:
-        """Cancels running `score` calls."""
         for call in self._running:
             call.cancel()
 

@@ -73,7 +73,6 @@ async def judge_reward(response: str, prompt: str, ground_truth: str, config: Re
 
 
 def filled(template: str, texts: dict[str, str]) -> str:
-    """A template with its fields replaced; braces inside of the texts stay."""
     return string.Formatter().vformat(template, (), texts)
 
 

@@ -119,7 +119,6 @@ def last_formula_or_number(text: str) -> str | None:
 
 
 def _is_part(text: str, start: int, end: int) -> bool:
-    """Whether a number is part of something else in its line."""
     before = TAG.sub("", text[max(0, start - LONGEST_PART) : start].rpartition("\n")[2])
     after = text[end : end + LONGEST_PART].partition("\n")[0]
     return bool(PART_BEFORE.search(before) or PART_AFTER.match(after))

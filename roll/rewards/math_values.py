@@ -46,7 +46,6 @@ BRACKETS = ("(", "[", "{")
 
 
 def real(value: Any) -> Any:
-    """A number of mpmath, with its working precision."""
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -65,7 +64,6 @@ def equal(one: Any, other: Any, tolerance: Any) -> bool:
 
 
 def _bits(value: Any) -> int:
-    """Bits of the numerator or the denominator, or the exponent of two of an irrational number."""
     if isinstance(value, Fraction):
         return max(value.numerator.bit_length(), value.denominator.bit_length())
     return abs(mp.mag(value)) if value else 0
@@ -176,7 +174,6 @@ class _Expression:
         return self._tokens[self._at][0] if self._at < len(self._tokens) else ""
 
     def _take(self, *kinds: str) -> str:
-        """The next token, if it is of one of these kinds."""
         if self._kind() not in kinds:
             return ""
         self._at += 1

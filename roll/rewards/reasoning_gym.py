@@ -44,7 +44,6 @@ def reasoning_gym_reward(response: str, ground_truth: str, row: Mapping[str, Any
 
 
 def warm_up() -> None:
-    """Imports reasoning-gym, which takes seconds."""
     _scorer("chain_sum")
 
 

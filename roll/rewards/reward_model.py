@@ -48,7 +48,6 @@ class RewardModelScorer:
         self._running: set[asyncio.Task[None]] = set()
 
     def connect(self, score: ScoreSequences, concurrent: bool = False) -> None:
-        """Sets the function that calls the model; with `concurrent` a call does not wait for the one before."""
         self._model, self._concurrent = score, concurrent
 
     def launch(self) -> None:
@@ -82,7 +81,6 @@ class RewardModelScorer:
         self._encoder.encode(questions)
 
     def _encode(self, requests: Sequence[RewardRequest]) -> list[list[int]]:
-        """Prompt, response and end token of every response."""
         prompts = self._encoder.encode([request.question for request in requests])
         responses = iter(self._encoder.encode_text([text for request in requests for text in request.responses]))
         return [

@@ -62,7 +62,6 @@ def _prctl(option: int, value: int | ctypes.Array[ctypes.c_char] = 0) -> None:
 
 
 def signal_at_parents_end(number: int) -> None:
-    """This process gets a signal when the one that forked it ends."""
     _prctl(SET_DEATH_SIGNAL, number)
 
 
@@ -72,7 +71,6 @@ def end_with_parent() -> None:
 
 
 def be_opaque() -> None:
-    """Other processes cannot trace this one or read its memory."""
     _prctl(SET_DUMPABLE, 0)
 
 

@@ -76,7 +76,6 @@ def read_frame(fd: int, most: int = MAX_FRAME) -> bytes:
 
 
 def write_frame(fd: int, content: bytes) -> None:
-    """Writes one message."""
     view = memoryview(HEAD.pack(len(content)) + content)
     while view:
         view = view[os.write(fd, view) :]
@@ -205,6 +204,5 @@ def _performed(target: Any, action: str, arguments: list[Any], keywords: dict[st
 
 
 def socket_pair() -> tuple[int, int]:
-    """Two connected sockets."""
     first, second = socket.socketpair()
     return first.detach(), second.detach()

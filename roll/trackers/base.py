@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from roll.configs.trackers import TrackerOptions
+from roll.configs.trackers import TRACKER_OPTIONS, NoOptions, TrackerOptions
 
 
 class Tracker(ABC):
@@ -45,13 +45,14 @@ TRACKERS: dict[str, TrackerFactory] = {}
 """Name in `track_with` -> factory."""
 
 
-def register_tracker(name: str) -> Callable[[TrackerFactory], TrackerFactory]:
-    """Decorator that registers a factory in TRACKERS under `name`."""
+def register_tracker(name: str, options: type = NoOptions) -> Callable[[TrackerFactory], TrackerFactory]:
+    """Decorator that registers a factory in TRACKERS; `options` is the dataclass of `tracker_kwargs.<name>`."""
 
     def add(factory: TrackerFactory) -> TrackerFactory:
         if name in TRACKERS:
             raise ValueError(f"a tracker named {name!r} is registered already")
         TRACKERS[name] = factory
+        TRACKER_OPTIONS.setdefault(name, options)
         return factory
 
     return add

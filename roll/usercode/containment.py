@@ -144,7 +144,6 @@ def _watch(process: int, driver: int, process_limit: int | None, memory_bytes: i
 def _exceeded(
     process: int, started: Collection[int], process_limit: int | None, memory_bytes: int | None
 ) -> signal.Signals | None:
-    """The signal for the limit that a process exceeds, together with what it has started."""
     if process_limit is not None and len(started) > process_limit:
         return TOO_MANY_PROCESSES
     if memory_bytes is not None and takes_more_than([process, *started], memory_bytes):
@@ -166,7 +165,6 @@ def takes_more_than(processes: Sequence[int], num_bytes: int) -> bool:
 
 
 def _bytes_of(number: int, file: str, names: Collection[str]) -> int | None:
-    """The sum of these lines of a file of a process; None where it has ended or the kernel has no such lines."""
     try:
         lines = [line.split() for line in Path(f"/proc/{number}/{file}").read_text().splitlines()]
     except OSError:
@@ -230,7 +228,6 @@ def _parent(number: int) -> int | None:
 
 
 def _stat(number: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state of the process on."""
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -182,7 +182,6 @@ class EnvHandle:
         self._failed = False
 
     async def open(self) -> ResetResult:
-        """Makes and resets the environment; called by `EnvPool.open`."""
         return await self._exclusively(self._open())
 
     async def step(self, text: str) -> StepResult:
@@ -335,7 +334,6 @@ class EnvHandle:
 
 
 def _launch(capacity: int, log: str | None, variables: Mapping[str, str]) -> UserProcess:
-    """A process for `capacity` environments, each with a thread."""
     start = partial(UserProcess, prepare, do_nothing, threads=capacity, variables=variables)
     if log is None:
         return start()

@@ -62,7 +62,6 @@ class EnvServer:
         return len(self._envs)
 
     def open(self, key: int, env_type: str, env_config: Mapping[str, Any], seed: int) -> ResetResult:
-        """Makes an environment and resets it with `seed`."""
         return self.replay(key, env_type, env_config, seed, ())[0]
 
     def replay(
@@ -76,7 +75,6 @@ class EnvServer:
             return reset, [_step(env, text) for text in actions]
 
     def step(self, key: int, text: str) -> StepResult:
-        """Steps an environment with the text that the model wrote."""
         with self._removed_if_it_raises(key):
             return _step(self._envs[key], text)
 
@@ -107,7 +105,6 @@ def prepare() -> None:
 
 
 def serve_call(method: Callable[Concatenate[EnvServer, P], ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-    """Calls a method on the server of this process."""
     return method(SERVER, *args, **kwargs)
 
 

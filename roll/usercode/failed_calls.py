@@ -28,7 +28,6 @@ class FailedGroups:
         self._failures: dict[int, RewardOutcome] = {}
 
     def add(self, call: Call, failure: RewardOutcome) -> None:
-        """Records a call that failed."""
         self._failures[self._groups[id(call)]] = failure
 
     def failure(self, call: Call) -> RewardOutcome | None:

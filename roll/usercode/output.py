@@ -56,7 +56,6 @@ class RewardOutput:
         self._thread = threading.Thread(target=self._pass_on, name=f"output of {function}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, once."""
         if self._thread.ident is None:
             self._thread.start()
 

@@ -120,7 +120,6 @@ class UserProcessPool:
         raise asyncio.CancelledError
 
     async def _has_started(self, process: UserProcess) -> bool:
-        """Waits for a process that was taken; it is given back unless it has started."""
         try:
             await self.answer_of(process, process.ready, self._start_timeout_s)
             return True

@@ -101,7 +101,6 @@ class UserProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._popen.pid
 
     @property
@@ -111,11 +110,9 @@ class UserProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended yet."""
         return self._reader.is_alive()
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
         return is_stopped(self.pid)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -144,7 +141,6 @@ class UserProcess:
             self._killer.start()
 
     def join(self) -> None:
-        """Waits until a killed process has ended."""
         self._reader.join()
 
     def _expect(self, number: int) -> Future[Any]:
@@ -220,7 +216,6 @@ class OneProcess:
             raise
 
     def close(self) -> None:
-        """Kills the process and waits for its end."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

@@ -88,7 +88,6 @@ class RewardPool:
         return UserProcess(prepare, start, output=self._output.writer.fileno())
 
     def launch(self) -> None:
-        """Starts the processes without waiting for them."""
         self._output.start()
         self._pool.start()
 

@@ -148,7 +148,6 @@ def self_test_of(module: ModuleType, config: RewardConfig) -> SelfTest:
 
 
 def probe() -> LoadedReward:
-    """The result of `start`."""
     return _Process.loaded
 
 
@@ -261,7 +260,6 @@ def timed_out(where: str, config: RewardConfig, error: BaseException | None = No
 
 
 def failed(outcome: RewardOutcome, request: RewardRequest, index: int | None) -> list[RewardOutcome]:
-    """The failure for every response of a call."""
     return [outcome] * (_count(request, index) or 1)
 
 

@@ -93,7 +93,6 @@ class AgenticWorker(RolloutWorker):
         return super().validation_metrics(groups) | environment_metrics(groups, "val")
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """One row for each trajectory or turn, and masked rows up to whole optimizer steps."""
         multiple = self._agentic.samples_multiple
         return batch_of_groups(groups, self._agentic.sample_by or "traj", multiple, episodes=True)
 
@@ -122,7 +121,6 @@ class AgenticWorker(RolloutWorker):
                 raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {before[name]}; use that")
 
     def close(self) -> None:
-        """Ends the environments' processes."""
         self._environments.close()
 
 
@@ -142,7 +140,6 @@ class TagCycle:
         self.order = shortest_cycle([tag for _, tag in sorted(positions, key=lambda item: item[0])])
 
     def tag(self, number: int) -> str:
-        """The tag of group `number`."""
         return self.order[number % len(self.order)]
 
 
