@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from roll.base import custom_modules
 from roll.configs import trackers
 from roll.configs.check import check
+from roll.configs.trackers import TRACKER_OPTIONS
 from roll.trackers import make_trackers
+from roll.trackers.base import TRACKERS
 from tests.configs.samples import RLVR, refusal, rlvr
 
 FLAT = """
@@ -88,3 +91,41 @@ def test_a_package_that_is_not_installed_stops_a_run_with_the_line_that_installs
     missing = {problem.path: problem.message for problem in check(rlvr(tmp_path, "track_with=mlflow")).missing}
     assert missing["track_with"].startswith("mlflow is not installed; install it with: /")
     assert missing["track_with"].endswith("/python -m pip install mlflow-skinny")
+
+
+OWN = """
+from dataclasses import dataclass
+from roll.base.schema import option
+from roll.trackers.base import Tracker, register_tracker
+
+@dataclass
+class Greeting:
+    greeting: str = option("hello", "Before each line.")
+
+class Own(Tracker):
+    def __init__(self, config, folder, options):
+        self.lines, self.greeting = [], Greeting(**options).greeting
+
+    def log(self, step, metrics):
+        self.lines.append(f"{self.greeting} {step}")
+
+register_tracker("own", Greeting)(Own)
+"""
+
+
+def test_a_tracker_of_the_user_is_chosen_with_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_tracker.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv(custom_modules.CUSTOM_MODULES, "")
+    monkeypatch.setattr(custom_modules, "_loaded", set(custom_modules._loaded))
+    for table in (TRACKERS, TRACKER_OPTIONS):
+        monkeypatch.delitem(table, "own", raising=False)
+    use = ["custom_modules=[own_tracker]", "track_with=own", f"output_dir={tmp_path}/out"]
+    config = rlvr(tmp_path, *use, "tracker_kwargs.own.greeting=step")
+    *_, own = make_trackers(config)._trackers
+    own.log(1, {})
+    assert own.lines == ["step 1"]
+    assert "tracker_kwargs.own.colour" in refusal(tmp_path, *use, "tracker_kwargs.own.colour=red")
+    assert "track_with: 'owm' is not known; did you mean own?" in refusal(tmp_path, *use, "track_with=owm")
+    for table in (TRACKERS, TRACKER_OPTIONS):
+        del table["own"]
