@@ -30,7 +30,7 @@ Kind = Literal["bad", "warn", "ok"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """One sentence with the number that made it; `metric` names where that number stands."""
 
     kind: Kind
@@ -38,32 +38,32 @@ class Finding:
     metric: str = ""
 
 
-def find(run: Run) -> list[Finding]:
+def find(run: Run) -> list[RunFinding]:
     """At most MOST findings: what failed, whether it learned, whether it was slow."""
     found = [finding for rule in RULES for finding in rule(run)]
     order = {"bad": 0, "warn": 1, "ok": 2}
     return sorted(found, key=lambda finding: order[finding.kind])[:MOST]
 
 
-def failed(run: Run) -> Iterator[Finding]:
+def ended_early(run: Run) -> Iterator[RunFinding]:
     """A run that did not finish, and why."""
     if run.status == DIED:
-        yield Finding("bad", text("f_died"), "health.json")
+        yield RunFinding("bad", text("f_died"), "health.json")
     elif run.status in ("failed", "interrupted"):
         event = f"{run.events[-1].get('component', '')} {run.events[-1]['message']}" if run.events else "-"
-        yield Finding("bad", text("f_failed", status=text(run.status), event=event), "events.jsonl")
+        yield RunFinding("bad", text("f_failed", status=text(run.status), event=event), "events.jsonl")
 
 
-def not_finite(run: Run) -> Iterator[Finding]:
+def not_finite(run: Run) -> Iterator[RunFinding]:
     """JSON has no NaN, so the log has null where a number was not finite."""
     for metric in ("actor/loss", "actor/grad_norm", "critic/loss"):
         broken = [int(row["step"]) for row in run.steps if metric in row and row[metric] is None]
         if broken:
-            yield Finding("bad", text("f_nan", metric=metric, step=broken[0]), metric)
+            yield RunFinding("bad", text("f_nan", metric=metric, step=broken[0]), metric)
             return
 
 
-def learned(run: Run) -> Iterator[Finding]:
+def learned(run: Run) -> Iterator[RunFinding]:
     """First against last validation; a change below the noise of the scores is none."""
     scores = run.series("val/score")
     if len(scores) < 2:
@@ -72,15 +72,15 @@ def learned(run: Run) -> Iterator[Finding]:
     best_step, best = max(scores, key=lambda score: score[1])
     noise = _noise([score for _, score in scores])
     if best - last > max(2 * noise, 0.05 * abs(best)) and best_step != scores[-1][0]:
-        yield Finding("bad", text("f_fell", best=number(best), step=best_step, last=number(last)), "val/score")
+        yield RunFinding("bad", text("f_fell", best=digits(best), step=best_step, last=digits(last)), "val/score")
     elif last - first > noise:
-        yield Finding("ok", text("f_learned", first=number(first), last=number(last)), "val/score")
+        yield RunFinding("ok", text("f_learned", first=digits(first), last=digits(last)), "val/score")
     else:
-        values = text("f_flat", first=number(first), last=number(last), noise=number(noise))
-        yield Finding("warn", values, "val/score")
+        values = text("f_flat", first=digits(first), last=digits(last), noise=digits(noise))
+        yield RunFinding("warn", values, "val/score")
 
 
-def reward_hacked(run: Run) -> Iterator[Finding]:
+def reward_hacked(run: Run) -> Iterator[RunFinding]:
     """Reward, or a part of it, rises while validation falls."""
     scores = [score for _, score in run.series("val/score")]
     if len(scores) < 3:
@@ -89,34 +89,36 @@ def reward_hacked(run: Run) -> Iterator[Finding]:
     if fall <= max(2 * _noise(scores), 0.02 * abs(max(scores))):
         return
     if (rise := _rise(run.values("rollout/reward_mean"))) > 0.1:
-        yield Finding("bad", text("f_hacked", reward=number(rise), val=number(fall)), "rollout/reward_mean")
+        yield RunFinding("bad", text("f_hacked", reward=digits(rise), val=digits(fall)), "rollout/reward_mean")
     for name in _names(run, "reward/"):
         values = run.values(name)
         if (rise := _rise(values)) > 0.1 * max(1.0, abs(fmean(values))):
-            yield Finding(
-                "bad", text("f_part", part=name.removeprefix("reward/"), rise=number(rise), val=number(fall)), name
+            yield RunFinding(
+                "bad",
+                text("f_part", part=name.removeprefix("reward/"), rise=digits(rise), val=digits(fall)),
+                name,
             )
             return
 
 
-def tag_against_others(run: Run) -> Iterator[Finding]:
+def tag_against_others(run: Run) -> Iterator[RunFinding]:
     """The validation of one tag falls while the others rise."""
     tags = [name for name in _names(run, "val/") if name.endswith("/score")]
     moves = {name: (values[0], values[-1]) for name in tags if len(values := [v for _, v in run.series(name)]) > 1}
     falls = {name: move for name, move in moves.items() if move[1] < move[0] - max(0.03, 0.05 * abs(move[0]))}
     if len(moves) > 1 and len(falls) == 1 and any(last > first for first, last in moves.values()):
         ((name, (first, last)),) = falls.items()
-        yield Finding("bad", text("f_tag", tag=name.split("/")[1], first=number(first), last=number(last)), name)
+        yield RunFinding("bad", text("f_tag", tag=name.split("/")[1], first=digits(first), last=digits(last)), name)
 
 
-def no_gradient(run: Run) -> Iterator[Finding]:
+def no_gradient(run: Run) -> Iterator[RunFinding]:
     """Groups with equal scores teach nothing."""
     metric = "advantage/zero_variance_group_fraction"
     if (values := run.values(metric, 0.1)) and (share := fmean(values)) > 0.5:
-        yield Finding("warn", text("f_no_gradient", share=percent(share)), metric)
+        yield RunFinding("warn", text("f_no_gradient", share=percent(share)), metric)
 
 
-def length_hacking(run: Run) -> Iterator[Finding]:
+def length_hacking(run: Run) -> Iterator[RunFinding]:
     """Reward and length move together, and responses became much longer."""
     rewards, lengths = run.values("rollout/reward_mean"), run.values("rollout/response_length_mean")
     if len(rewards) != len(lengths) or len(rewards) < 10:
@@ -124,78 +126,80 @@ def length_hacking(run: Run) -> Iterator[Finding]:
     r, tenth = _correlation(rewards, lengths), max(1, len(lengths) // 10)
     times = fmean(lengths[-tenth:]) / max(fmean(lengths[:tenth]), 1e-9)
     if r > 0.7 and times > 1.5:
-        yield Finding("warn", text("f_length", r=f"{r:.2f}", times=f"{times:.1f}"), "rollout/response_length_mean")
+        yield RunFinding("warn", text("f_length", r=f"{r:.2f}", times=f"{times:.1f}"), "rollout/response_length_mean")
 
 
-def entropy(run: Run) -> Iterator[Finding]:
+def entropy(run: Run) -> Iterator[RunFinding]:
     """Entropy that fell to nearly nothing, or rose to more than twice its start."""
     values = run.values("actor/entropy")
     if len(values) < 5:
         return
     first, last = fmean(values[: max(1, len(values) // 10)]), fmean(run.values("actor/entropy", 0.1))
-    named = {"first": number(first), "last": number(last)}
+    named = {"first": digits(first), "last": digits(last)}
     if last < 0.02 and last < first / 10:
-        yield Finding("warn", text("f_entropy_low", **named), "actor/entropy")
+        yield RunFinding("warn", text("f_entropy_low", **named), "actor/entropy")
     elif last > 2 * first and last > first + 0.5:
-        yield Finding("bad", text("f_entropy_high", **named), "actor/entropy")
+        yield RunFinding("bad", text("f_entropy_high", **named), "actor/entropy")
 
 
-def stale(run: Run) -> Iterator[Finding]:
+def stale(run: Run) -> Iterator[RunFinding]:
     """Corrections that leave few samples, and a policy that moves far in a step."""
     if (values := run.values("correction/ess", 0.25)) and (share := fmean(values)) < 0.5:
-        yield Finding("warn", text("f_ess", ess=percent(share)), "correction/ess")
+        yield RunFinding("warn", text("f_ess", ess=percent(share)), "correction/ess")
     distances = [(value, step) for step, value in run.series("correction/behavior_k3") if step > 0]
     if distances and (most := max(distances))[0] > 0.1:
-        yield Finding("bad", text("f_far", k3=number(most[0]), step=most[1]), "correction/behavior_k3")
+        yield RunFinding("bad", text("f_far", k3=digits(most[0]), step=most[1]), "correction/behavior_k3")
 
 
-def mismatch(run: Run) -> Iterator[Finding]:
+def mismatch(run: Run) -> Iterator[RunFinding]:
     """Log-probs of engine and trainer differ although no sample is older than the weights."""
     name = "actor/log_ratio_abs_mean"
     fresh = [row[name] for row in run.steps if row.get("staleness/token_max") == 0 and isinstance(row.get(name), float)]
     half = run.key("actor_infer.model_args.dtype") != "fp32" or run.key("actor_train.model_args.dtype") != "fp32"
     if fresh and (value := median(fresh)) > (0.1 if half else 1e-3):
-        yield Finding("bad", text("f_mismatch", value=number(value)), name)
+        yield RunFinding("bad", text("f_mismatch", value=digits(value)), name)
 
 
-def gradient_spike(run: Run) -> Iterator[Finding]:
+def gradient_spike(run: Run) -> Iterator[RunFinding]:
     """A gradient norm of more than ten times the median."""
     norms = [(value, step) for step, value in run.series("actor/grad_norm") if step > 0]
     if len(norms) >= 10:
         middle, (most, step) = median(value for value, _ in norms), max(norms)
         if middle > 0 and most > 10 * middle:
-            values = {"most": number(most), "step": step, "times": f"{most / middle:.0f}"}
-            yield Finding("warn", text("f_norm", **values), "actor/grad_norm")
+            values = {"most": digits(most), "step": step, "times": f"{most / middle:.0f}"}
+            yield RunFinding("warn", text("f_norm", **values), "actor/grad_norm")
 
 
-def cut(run: Run) -> Iterator[Finding]:
+def cut(run: Run) -> Iterator[RunFinding]:
     """Many responses end at the length limit."""
     metric = "rollout/truncated_fraction"
     if (values := run.values(metric, 0.25)) and (share := fmean(values)) > 0.2:
-        yield Finding("warn", text("f_cut", share=percent(share), length=run.key("response_length", "-")), metric)
+        yield RunFinding("warn", text("f_cut", share=percent(share), length=run.key("response_length", "-")), metric)
 
 
-def drops(run: Run) -> Iterator[Finding]:
+def drops(run: Run) -> Iterator[RunFinding]:
     """More than a twentieth of the prompts were dropped."""
     last = run.steps[-1] if run.steps else {}
     reasons = {name: count for name, count in last.items() if name.startswith("ledger/dropped_") and count}
     submitted = last.get("ledger/submitted") or 0
     if submitted and (share := sum(reasons.values()) / submitted) > 0.05:
         name = max(reasons, key=lambda reason: reasons[reason])
-        yield Finding("warn", text("f_drops", share=percent(share), reason=name.removeprefix("ledger/dropped_")), name)
+        yield RunFinding(
+            "warn", text("f_drops", share=percent(share), reason=name.removeprefix("ledger/dropped_")), name
+        )
 
 
-def idle(run: Run) -> Iterator[Finding]:
+def idle(run: Run) -> Iterator[RunFinding]:
     """A side that waits for more than a third of the time, and what the run advises."""
     advice = str(run.summary.get("bottleneck") or "")
     for who, metric in (("who_trainer", "throughput/trainer_idle"), ("who_engines", "throughput/rollout_idle")):
         values = run.values(metric)[1:]
         if len(values) > 2 and (share := fmean(values)) > 0.3:
-            yield Finding("warn", text("f_idle", who=text(who), idle=percent(share), advice=advice), metric)
+            yield RunFinding("warn", text("f_idle", who=text(who), idle=percent(share), advice=advice), metric)
             return
 
 
-def slow_step(run: Run) -> Iterator[Finding]:
+def slow_step(run: Run) -> Iterator[RunFinding]:
     """A step of more than three medians, without the time of its validation."""
     times = [(row["time/step"] - (row.get("time/val") or 0), row) for row in run.steps[1:] if row.get("time/step")]
     if len(times) < 5:
@@ -204,10 +208,10 @@ def slow_step(run: Run) -> Iterator[Finding]:
     if seconds > 3 * middle and seconds > middle + 1:
         part = max(PARTS, key=lambda each: row.get(each[1]) or 0)
         values = {"step": int(row["step"]), "seconds": f"{seconds:.1f}", "times": f"{seconds / middle:.0f}"}
-        yield Finding("warn", text("f_slow", **values, part=text(part[0])), part[1])
+        yield RunFinding("warn", text("f_slow", **values, part=text(part[0])), part[1])
 
 
-def few_samples(run: Run) -> Iterator[Finding]:
+def few_samples(run: Run) -> Iterator[RunFinding]:
     """Samples of the last kept step: equal responses, and weight that few of them carry."""
     if not run.dumped:
         return
@@ -219,30 +223,30 @@ def few_samples(run: Run) -> Iterator[Finding]:
     prompts = {tuple(row["prompt_ids"]) for row in rows}
     share = responses.most_common(1)[0][1] / len(rows)
     if share > 0.5 and len(prompts) > 4:
-        yield Finding("bad", text("f_same", share=percent(share), step=step), "samples")
+        yield RunFinding("bad", text("f_same", share=percent(share), step=step), "samples")
     weights = sorted((sample_weight(row) for row in rows), reverse=True)
     count, left = 0, sum(weights) / 2
     while left > 0:
         left -= weights[count]
         count += 1
     if 0 < count < len(rows) / 20:
-        yield Finding("warn", text("f_few", step=step, samples=count, total=f"{len(rows):,}"), "samples")
+        yield RunFinding("warn", text("f_few", step=step, samples=count, total=f"{len(rows):,}"), "samples")
 
 
-def faults(run: Run) -> Iterator[Finding]:
+def faults(run: Run) -> Iterator[RunFinding]:
     """Faults that the run survived, or that there was none."""
     dropped = any(
         count for name, count in (run.rows[-1] if run.rows else {}).items() if name.startswith("ledger/dropped_")
     )
     if run.events and run.status not in ("failed", "interrupted"):
         event = f"{run.events[-1].get('component', '')} {run.events[-1]['message']}"
-        yield Finding("warn", text("f_faults", count=len(run.events), event=event), "events.jsonl")
+        yield RunFinding("warn", text("f_faults", count=len(run.events), event=event), "events.jsonl")
     elif not run.events and not dropped and run.status in ("finished", "running") and run.steps:
-        yield Finding("ok", text("f_ok"), "events.jsonl")
+        yield RunFinding("ok", text("f_ok"), "events.jsonl")
 
 
-RULES: Sequence[Callable[[Run], Iterator[Finding]]] = (
-    failed, not_finite, reward_hacked, tag_against_others, mismatch, stale, entropy, learned, length_hacking,
+RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
+    ended_early, not_finite, reward_hacked, tag_against_others, mismatch, stale, entropy, learned, length_hacking,
     gradient_spike, few_samples, no_gradient, cut, drops, idle, slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
@@ -263,7 +267,7 @@ def token_weights(row: dict[str, Any]) -> list[float]:
     return [abs(a) * (1 - math.exp(min(0.0, log_prob))) for a, log_prob in zip(advantages, log_probs, strict=False)]
 
 
-def number(value: float) -> str:
+def digits(value: float) -> str:
     """Three significant digits; thousands with separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 

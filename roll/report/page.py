@@ -12,7 +12,7 @@ from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
 
-from roll.report.findings import PARTS, Finding, find, number, percent
+from roll.report.findings import PARTS, RunFinding, digits, find, percent
 from roll.report.read import Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
 from roll.report.text import Text, bilingual, text
@@ -138,12 +138,12 @@ def _key_figures(run: Run) -> str:
     scores = [score for _, score in run.series("val/score")]
     if scores:
         validated = text("validations", count=len(scores))
-        figures.append((text("validation"), f"{number(scores[0])} → {number(scores[-1])}", validated))
+        figures.append((text("validation"), f"{digits(scores[0])} → {digits(scores[-1])}", validated))
     main = "reward" if run.values("rollout/reward_mean") else "loss"
     values = run.values("rollout/reward_mean" if main == "reward" else "actor/loss")
-    figures.append((text(main), f"{number(values[0])} → {number(values[-1])}" if values else "–", text("batch_mean")))
+    figures.append((text(main), f"{digits(values[0])} → {digits(values[-1])}" if values else "–", text("batch_mean")))
     times, rates = run.values("time/step"), run.values("throughput/tokens_per_second")
-    rate = text("rate", rate=number(median(rates))) if rates else text("absent")
+    rate = text("rate", rate=digits(median(rates))) if rates else text("absent")
     figures.append((text("step"), f"{median(times):.2f} s" if times else "–", rate))
     trainer, engines = run.values("throughput/trainer_idle"), run.values("throughput/rollout_idle")
     if trainer and engines:
@@ -169,11 +169,11 @@ def _key_figures(run: Run) -> str:
 
 
 def _findings(run: Run) -> str:
-    remarks = [Finding("warn", text("remark", what=remark)) for remark in run.remarks]
+    remarks = [RunFinding("warn", text("remark", what=remark)) for remark in run.remarks]
     return "<section class=find>" + "".join(_finding(each) for each in [*find(run), *remarks]) + "</section>"
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: RunFinding) -> str:
     metric = f" <code>{html.escape(finding.metric)}</code>" if finding.metric else ""
     return f"<div class={finding.kind}><i></i><p>{finding.text.html()}{metric}</p></div>"
 
