@@ -122,9 +122,14 @@ class Code:
                 continue
             visited[path, node.name, held] = None
             same = _same(node, held)
-            for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
+            foreign = _foreign_names(self.trees[path])
+            for call in (
+                each for each in ast.walk(node) if isinstance(each, ast.Call) and _root(each.func) not in foreign
+            ):
                 callee = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-                for target_path, target in by_name[callee] if len(by_name[callee]) < 3 else []:
+                own = isinstance(call.func, ast.Name) and callee.startswith("_")  # a private function of this file
+                targets = [target for target in by_name[callee] if target[0] == path or not own]
+                for target_path, target in targets if len(targets) < 3 else []:
                     todo += [(target_path, target, each) for each in _received(call, target, same)]
         return list(dict.fromkeys((path, function) for path, function, _ in visited))
 
@@ -139,6 +144,15 @@ def imported_modules(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module
         elif dynamic and isinstance(node, ast.Constant) and MODULE.fullmatch(str(node.value)):
             yield node.lineno, str(node.value).partition(":")[0]
+
+
+def _foreign_names(tree: ast.Module) -> set[str]:
+    """Names that a file imports from other packages."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    others = [
+        node for node in imports if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roll"))
+    ]
+    return {(alias.asname or alias.name).partition(".")[0] for node in others for alias in node.names}
 
 
 def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
@@ -197,6 +211,7 @@ def table(root: Path) -> dict[str, str]:
     lengths = [node.end_lineno - node.lineno + 1 for _, node in code.functions if node.end_lineno]
     width, folder = code.widest()
     batch = code.walk("learn", "batch")
+    keys = code.walk("build_config", "tree")
     tests = sum(len(path.read_text().splitlines()) for path in (root / "tests").rglob("*.py"))
     return {
         "lines of roll/": f"{code.lines():,}",
@@ -211,6 +226,7 @@ def table(root: Path) -> dict[str, str]:
         "files that name one policy loss (cispo)": str(len(code.naming("cispo"))),
         "files that name one model family (qwen3)": str(len(code.naming("qwen3"))),
         "functions and files that a batch is passed through": f"{len(batch)}, {len({path for path, _ in batch})}",
+        "functions and files that keys are passed through": f"{len(keys)}, {len({path for path, _ in keys})}",
         "functions that only forward": str(len(code.forwarding())),
         "lines of tests": f"{tests:,}",
     }
