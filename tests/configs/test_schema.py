@@ -76,7 +76,7 @@ MISTYPED = {
     "exp_name=" + "[" * 3000: "are nested too deep",
     "exp_name=!!timestamp abc": "contains a value that is not of its type",
     "actor_infer.strategy_args={strategy_name: vllm, strategy_config: [1]}": "strategy_config: [1] is not a section",
-    "track_with=comet": "track_with[0]: 'comet' is not one of tensorboard, wandb, swanlab, mlflow, stdout",
+    "track_with=comet": "track_with: 'comet' is not known; known: tensorboard, wandb, swanlab, mlflow, stdout",
 }
 
 OUT_OF_BOUNDS = {

@@ -132,7 +132,7 @@ def test_an_exception_outside_the_worker_is_a_cluster_error_with_its_last_line()
     async def scenario() -> None:
         with pytest.raises(ClusterError, match=r"actor_infer.fail failed on rank 0") as caught:
             await client(True, Engine()).call([0], Methods.fail, 0)
-        assert caught.value.cause == "ValueError: no failure" and caught.value.kind == "CallError"
+        assert caught.value.cause == "ValueError: no failure" and caught.value.kind == "RpcError"
 
     asyncio.run(scenario())
 
