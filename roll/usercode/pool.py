@@ -111,7 +111,7 @@ class UserProcessPool:
         while not self.closed:
             self.start()
             free = [each for each in self._running if self._users[each] < self._capacity]
-            process = min(free, key=lambda each: (_is_unfit(each), not each.ready.done(), self._users[each]))
+            process = min(free, key=lambda each: (_is_unfit(each), self._users[each], not each.ready.done()))
             self._users[process] += 1
             if await self._has_started(process):
                 return process
