@@ -135,7 +135,7 @@ class Code:
 
 
 def imported_modules(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Line and module of every import of a file; with a call of `import_module` also those that its strings name."""
+    """Line and module of every import of a file; with a call of `import_module` also the modules in its strings."""
     dynamic = any("import_module" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in nodes)
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -1,6 +1,6 @@
 """Options of a run by who reads them: data, processes, weight updates, training ranks, engines, the rollout.
 
-A pipeline's configuration inherits them; a component takes those that it reads.
+A pipeline's configuration inherits them; a component takes the options it reads.
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ from roll.base.events import Repeats
 from roll.configs.run_options import CheckpointOptions, ProcessOptions
 from roll.configs.user_code import failure_text
 from roll.pipeline.checkpoint import checkpoint_folder
-from roll.trackers.files import FolderInUseError, locked, write_in_place, write_whole
+from roll.trackers.files import HEALTH_FILE, FolderInUseError, locked, write_in_place, write_whole
 
 logger = logging.getLogger(__name__)
 
 _REPEATS = Repeats(logger)
-
-FILE_NAME = "health.json"
 
 INTERVAL_S = 5.0
 """Seconds between two reports: often enough to watch, and cheap."""
@@ -52,7 +50,7 @@ class HealthFile:
     """
 
     def __init__(self, config: ProcessOptions) -> None:
-        self._path = Path(config.output_dir) / FILE_NAME
+        self._path = Path(config.output_dir) / HEALTH_FILE
 
     def report(self, health: Health) -> None:
         """Replaces the file, so that a reader never sees half of it."""

@@ -6,11 +6,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import correlation, fmean, median, stdev
 from typing import Any, Literal
 
+from roll.base.events import EVENTS_FILE
 from roll.report.read import DIED, Run
 from roll.report.text import Text, text
+from roll.trackers.files import HEALTH_FILE
 
 MOST = 5
 """Findings that the page shows."""
@@ -48,10 +50,10 @@ def find(run: Run) -> list[RunFinding]:
 def ended_early(run: Run) -> Iterator[RunFinding]:
     """A run that did not finish, and why."""
     if run.status == DIED:
-        yield RunFinding("bad", text("f_died"), "health.json")
+        yield RunFinding("bad", text("f_died"), HEALTH_FILE)
     elif run.status in ("failed", "interrupted"):
         event = f"{run.events[-1].get('component', '')} {run.events[-1]['message']}" if run.events else "-"
-        yield RunFinding("bad", text("f_failed", status=text(run.status), event=event), "events.jsonl")
+        yield RunFinding("bad", text("f_failed", status=text(run.status), event=event), EVENTS_FILE)
 
 
 def not_finite(run: Run) -> Iterator[RunFinding]:
@@ -240,9 +242,9 @@ def faults(run: Run) -> Iterator[RunFinding]:
     )
     if run.events and run.status not in ("failed", "interrupted"):
         event = f"{run.events[-1].get('component', '')} {run.events[-1]['message']}"
-        yield RunFinding("warn", text("f_faults", count=len(run.events), event=event), "events.jsonl")
+        yield RunFinding("warn", text("f_faults", count=len(run.events), event=event), EVENTS_FILE)
     elif not run.events and not dropped and run.status in ("finished", "running") and run.steps:
-        yield RunFinding("ok", text("f_ok"), "events.jsonl")
+        yield RunFinding("ok", text("f_ok"), EVENTS_FILE)
 
 
 RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
@@ -290,8 +292,6 @@ def _rise(values: Sequence[float]) -> float:
 
 def _correlation(left: Sequence[float], right: Sequence[float]) -> float:
     try:
-        from statistics import correlation
-
         return correlation(left, right)
     except ValueError:  # one of them is constant
         return 0.0

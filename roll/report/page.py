@@ -6,7 +6,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from statistics import fmean, median
@@ -100,7 +100,7 @@ def _static(name: str) -> str:
     return (files("roll.report") / "static" / name).read_text(encoding="utf-8")
 
 
-def _each(runs: Sequence[Run], part: Any) -> str:
+def _each(runs: Sequence[Run], part: Callable[[Run], str]) -> str:
     return "".join(
         f"<div class=of-run data-run={index}{' hidden' if index else ''}>{part(run)}</div>"
         for index, run in enumerate(runs)
@@ -215,7 +215,7 @@ def _samples(run: Run) -> str:
 
 
 def _configuration(runs: Sequence[Run]) -> str:
-    """Keys that the file gave; of several runs those that differ, and versions that differ."""
+    """Keys that the file gave; of several runs the keys and versions that differ."""
     if not any(run.config for run in runs):
         return f"<p class=empty>{text('no_config').html()}</p>"
     given = [dict(_given(run)) for run in runs]

@@ -15,9 +15,7 @@ from roll.base.events import EVENTS_FILE
 from roll.configs.trackers import METRICS_FILE
 from roll.tools.show.samples import working_directory
 from roll.tools.terminal import option_error
-from roll.trackers.files import RUN_FILE, dumped_steps, read_samples
-
-HEALTH_FILE = "health.json"
+from roll.trackers.files import HEALTH_FILE, RUN_FILE, dumped_steps, read_samples
 
 ENDED = ("finished", "interrupted", "failed")
 """Ends of a run as its summary says them."""

@@ -99,8 +99,8 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     ),
     "f_no_gradient": (
         "{share} of groups gave no gradient at the end: all their scores are equal. Use harder or easier prompts, or "
-        "query_filter_config.",
-        "结束时 {share} 的组没有梯度：组内得分全部相等。请调整题目难度，或使用 query_filter_config。",
+        "rewards.<name>.query_filter_config.",
+        "结束时 {share} 的组没有梯度：组内得分全部相等。请调整题目难度，或使用 rewards.<name>.query_filter_config。",
     ),
     "f_length": (
         "Reward and length rose together (correlation {r}) and responses grew {times} times. Look at the longest ones: "

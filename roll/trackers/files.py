@@ -254,7 +254,7 @@ def _number(value: float) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-RUN_FILE = "run.json"
+RUN_FILE, HEALTH_FILE = "run.json", "health.json"
 
 SUMMARY_BYTES = 1 << 14
 """Spaces at the end of run.json until the summary is known, which then fits there also on a full disk."""

@@ -1,4 +1,4 @@
-"""The keys that shape scores by length and weight samples, and those that leave samples out; with their checks."""
+"""The keys that shape scores by length and weight samples, or leave samples out, with their checks."""
 
 from __future__ import annotations
 
