@@ -215,10 +215,10 @@ async def compare_modes(config: AgenticConfig, engine: InferWorker) -> dict[str,
 def busy_fraction(file: Path) -> float:
     """Fraction of time in which the engine of a training run has requests."""
     from roll.loading.load import load_config
-    from roll.pipeline.launch import run
+    from roll.pipeline.launch import run_with_restarts
     from roll.trackers.files import read_metrics
 
-    asyncio.run(run(load_config(file, [])))
+    asyncio.run(run_with_restarts(load_config(file, [])))
     lines = read_metrics(file.parent / "run" / "metrics.jsonl")[WARM_UP_STEPS:]
     return 1 - sum(line["throughput/rollout_idle"] for line in lines) / len(lines)
 

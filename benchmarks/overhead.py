@@ -42,7 +42,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
     from examples.tiny_math.prepare import prepare
     from examples.tiny_math.problems import write_problems
     from roll.loading.load import load_config
-    from roll.pipeline.launch import run
+    from roll.pipeline.launch import run_with_restarts
     from roll.trackers.files import read_metrics
 
     prepare(folder / "base")
@@ -59,7 +59,7 @@ def run_demo_steps(folder: Path) -> list[dict[str, float]]:
         "save_steps=0",
         "save_checkpoint=false",
     ]
-    asyncio.run(run(load_config(HERE / "rlvr_config.yaml", overrides)))
+    asyncio.run(run_with_restarts(load_config(HERE / "rlvr_config.yaml", overrides)))
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 

@@ -91,12 +91,12 @@ def write_recipe(folder: Path) -> Path:
 def run_at(config: Path, ratio: float, name: str, *overrides: str) -> list[dict[str, float]]:
     """Runs at a ratio in the folder `name` next to the configuration; returns its metrics without the warm-up steps."""
     from roll.loading.load import load_config
-    from roll.pipeline.launch import run
+    from roll.pipeline.launch import run_with_restarts
     from roll.trackers.files import read_metrics
 
     folder = config.parent / name
     ratio_keys = [f"async_generation_ratio={ratio}", f"output_dir={folder}", *overrides]
-    asyncio.run(run(load_config(config, ratio_keys)))
+    asyncio.run(run_with_restarts(load_config(config, ratio_keys)))
     return read_metrics(folder / "metrics.jsonl")[WARM_UP_STEPS:]
 
 

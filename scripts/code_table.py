@@ -23,8 +23,8 @@ DOORS = ("compat", "sandbox", "platforms", "lab")
 ASSEMBLY = ("configs", "compat", "loading", "plan", "lab", "tools")
 """Folders whose subject is a configuration as a whole."""
 
-COMMANDS = ("main", "run", "add_options")
-"""Functions that every command has."""
+FIXED_NAMES = ("main", "run", "add_options", "SELF_TEST", "warm_up")
+"""What every command has, and what a module of rewards may have: they are looked up by these names."""
 
 MODULE = re.compile(r"roll(\.\w+)+(:\w+)?")
 """A module of the package, or an object in one."""
@@ -88,10 +88,10 @@ class Code:
         return [node for _, node in self.functions if (node.end_lineno or 0) - node.lineno >= 50]
 
     def repeated_names(self) -> list[str]:
-        """Public functions and classes that several modules have; functions of commands have fixed names."""
+        """Public functions and classes that several modules have; `FIXED_NAMES` aside."""
         kinds = (ast.ClassDef, *Function.__args__)
         found = Counter(node.name for tree in self.trees.values() for node in tree.body if isinstance(node, kinds))
-        return sorted(name for name, count in found.items() if count > 1 and name[0] != "_" and name not in COMMANDS)
+        return sorted(name for name, count in found.items() if count > 1 and name[0] != "_" and name not in FIXED_NAMES)
 
     def naming(self, name: str) -> list[Path]:
         """Files with the string `name` in their code."""

@@ -60,7 +60,7 @@ CEILINGS = {
     "files that take the whole configuration": 11,
     "functions over 50 lines": 7,
     "functions that only forward": 19,
-    "names of several functions or classes": 11,
+    "names of several functions or classes": 0,
     "circles of folders": 0,
 }
 """Largest values of rows of `scripts/code_table.py`; they are only ever lowered."""

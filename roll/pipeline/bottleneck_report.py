@@ -96,7 +96,7 @@ def bottleneck_report(lines: Sequence[Mapping[str, float | None]], split: Split)
 
     Of all changes it names the one that shortens `predicted_step` most, if by more than `Means.least_gain`.
     """
-    means = measure(lines, split.drains and split.ratio > 0, split.critic_apart)
+    means = mean_times(lines, split.drains and split.ratio > 0, split.critic_apart)
     if means is None or means.steps < LEAST_STEPS:
         return ""
     changes = [_faster_users_code(means, split), _faster_updates(means, split)]
@@ -120,7 +120,7 @@ def predicted_step(means: Means, ratio: float, **times: float) -> float:
     return max(batch + means.pause * update, trainer)
 
 
-def measure(
+def mean_times(
     lines: Sequence[Mapping[str, float | None]], drains: bool = False, critic_apart: bool = False
 ) -> Means | None:
     """Means over steps, without the first WARM_UP if there are more; `drains` and `critic_apart` as in `Split`."""

@@ -53,7 +53,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     if not config.resume_from_checkpoint:
         set_aside_events(config.output_dir)
     try:
-        summary = asyncio.run(run(config))
+        summary = asyncio.run(run_with_restarts(config))
     except (KeyboardInterrupt, asyncio.CancelledError, RunInterrupted) as error:
         health.end("interrupted")
         saved = error.checkpoint if isinstance(error, RunInterrupted) else newest_complete(config)
@@ -77,7 +77,7 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     return 0
 
 
-async def run(config: BaseConfig) -> RunSummary:
+async def run_with_restarts(config: BaseConfig) -> RunSummary:
     """A whole run, which starts again from its newest intact checkpoint after a process died, `max_restarts` times.
 
     Engines that are not the cause keep running; see `Session`. Before it has read its first checkpoint it starts again

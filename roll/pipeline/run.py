@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 async def run_once(
     config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
 ) -> None:
-    """The run from one start to its end, without another start; raises as `roll.pipeline.launch.run` does.
+    """The run from one start to its end, without another start; raises as `run_with_restarts` does.
 
     Session, running loop, summary and `start`, a time of `time.perf_counter`, are those of all starts.
     """

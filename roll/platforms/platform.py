@@ -222,7 +222,7 @@ class CpuPlatform(Platform):
 
         never_compile()
         patch_megatron_for_cpu()
-        matmul.install()
+        matmul.use_fast_matmul()
 
 
 class CudaPlatform(Platform):

@@ -157,7 +157,7 @@ def run_tests(units: list[str], prefix: str, entry_point: str, link: int, result
         units: code of the tests; each has the names of the program and a module `solution`.
         prefix: code before the tests, such as imports.
         entry_point: expression that `check` is called with, or an empty text.
-        link: socket to `serve`.
+        link: socket to `answer_calls`.
         results: file descriptor.
     """
 

@@ -1,7 +1,7 @@
 """What runs inside of a process of a program: the program itself, or calls of its functions.
 
-Tests never run in the process of the program. `serve` calls the program's functions for `assertions`, which is another
-process and sees plain values only, so that a program cannot change a comparison or end before it.
+Tests never run in the process of the program. `answer_calls` calls the program's functions for `assertions`, which is
+another process and sees plain values only, so that a program cannot change a comparison or end before it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def call_function(code: str, name: str, arguments: list[str], results: int) -> i
 # Calls between the process of a program and the process of its tests
 
 
-def serve(code: str, link: int) -> int:
+def answer_calls(code: str, link: int) -> int:
     """Loads a program, tells its names, and answers calls until the other side closes."""
     objects: list[Any] = []
     numbers: dict[int, int] = {}

@@ -72,7 +72,7 @@ class WandbRun(LoggedRun):
     def __init__(self, request: Request, offline: bool) -> None:
         import wandb
 
-        options = given(request.options)
+        options = without_empty(request.options)
         if "api_key" in options:
             os.environ["WANDB_API_KEY"] = options.pop("api_key")
         settings = {"console": "off", "init_timeout": START_S, **options.pop("settings", {})}
@@ -97,7 +97,7 @@ class SwanlabRun(LoggedRun):
     def __init__(self, request: Request, offline: bool) -> None:
         import swanlab
 
-        options = given(request.options)
+        options = without_empty(request.options)
         login = options.pop("login_kwargs", {})
         mode = options.pop("mode", None)
         mode = "offline" if offline else {"cloud": "online"}.get(mode, mode)
@@ -131,7 +131,7 @@ class MlflowRun(LoggedRun):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         import mlflow
 
-        options = given(request.options)
+        options = without_empty(request.options)
         files = (Path(request.output_dir) / "mlflow").as_uri()
         chosen = options.pop("tracking_uri", None) or os.environ.get("MLFLOW_TRACKING_URI") or files
         self._mlflow = mlflow
@@ -157,7 +157,7 @@ class MlflowRun(LoggedRun):
 RUNS: dict[str, type[LoggedRun]] = {"wandb": WandbRun, "swanlab": SwanlabRun, "mlflow": MlflowRun}
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_empty(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, {}, [])}
 
 
@@ -171,7 +171,7 @@ def leaf_values(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield path, value
 
 
-def serve(lines: Iterator[str], answer: IO[str]) -> None:
+def log_steps(lines: Iterator[str], answer: IO[str]) -> None:
     """Runs one tracker until the lines end; an error is answered and ends neither the run nor the process."""
 
     def say(**content: Any) -> None:
@@ -214,4 +214,4 @@ def serve(lines: Iterator[str], answer: IO[str]) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(iter(sys.stdin), answers)
+    log_steps(iter(sys.stdin), answers)

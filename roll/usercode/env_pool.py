@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from roll.base.events import EventLog, Repeats
-from roll.usercode.env_process import EnvServer, ResetResult, StepResult, prepare, serve_call
+from roll.usercode.env_process import EnvServer, ResetResult, StepResult, contain_environments, serve_call
 from roll.usercode.pool import DIED_IDLE, ProcessStoppedError, UserProcessPool
 from roll.usercode.process import ProcessEndedError, UserProcess, do_nothing
 from roll.usercode.server import CallError
@@ -334,7 +334,7 @@ class EnvHandle:
 
 
 def _launch(capacity: int, log: str | None, variables: Mapping[str, str]) -> UserProcess:
-    start = partial(UserProcess, prepare, do_nothing, threads=capacity, variables=variables)
+    start = partial(UserProcess, contain_environments, do_nothing, threads=capacity, variables=variables)
     if log is None:
         return start()
     Path(log).parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ class EnvServer:
 SERVER = EnvServer()
 
 
-def prepare() -> None:
+def contain_environments() -> None:
     """Contains a process of environments; SIGUSR1 prints the stack of every thread."""
     contain(adopt=False)  # nothing waits for the exit codes of orphans
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -84,7 +84,7 @@ class RewardPool:
         self._turns: _Turns | None = None
 
     def _launch(self) -> UserProcess:
-        prepare, start = [partial(each, self._config) for each in (reward_process.prepare, reward_process.start)]
+        prepare, start = [partial(each, self._config) for each in (reward_process.contain_reward, reward_process.start)]
         return UserProcess(prepare, start, output=self._output.writer.fileno())
 
     def launch(self) -> None:

@@ -74,7 +74,7 @@ class _Process:
     """One loop for all calls of a coroutine function, so that its connections outlive a call."""
 
 
-def prepare(config: RewardConfig) -> None:
+def contain_reward(config: RewardConfig) -> None:
     """Contains a reward process; it has no threads yet."""
     memory_bytes = config.process_memory_limit_mb * 2**20
     is_own = built_in_of(config.function) is None  # the built-in rewards limit what they start themselves

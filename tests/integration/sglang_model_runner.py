@@ -87,6 +87,6 @@ def which_models_are_taken(folder: str) -> dict[str, bool]:
     }
     for name, change in changes.items():
         with changed(*change):
-            taken[name] = sglang_model.install(runner, kernels)
+            taken[name] = sglang_model.fuse_decoder(runner, kernels)
         vars(model).pop("forward", None)
     return taken

@@ -130,7 +130,7 @@ def test_norms_of_a_layer_are_one_call_of_the_kernel(monkeypatch):
 
     kernels = Counted(16)
     monkeypatch.setattr(BaseFusedOp, "_oot_forward_registry", {})
-    sglang_cpu_ops.install(kernels)
+    sglang_cpu_ops.register_kernels(kernels)
     forward = BaseFusedOp._oot_forward_registry[sglang_cpu_ops.PLATFORM_KEY][RMSNorm]
     norm, linear = RMSNorm(100), torch.nn.Linear(100, 4)
     x, residual = torch.randn(2, 7, 100, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from roll.pipeline.bottleneck_report import LEAST_STEPS, Split, bottleneck_report, measure
+from roll.pipeline.bottleneck_report import LEAST_STEPS, Split, bottleneck_report, mean_times
 
 APART = Split(ratio=1, generation=4, training=12, shared=False)
 
@@ -69,7 +69,7 @@ def test_a_weight_update_that_waits_for_running_responses_counts_as_waiting():
 @pytest.mark.parametrize(("apart", "seconds"), [(False, 4 + 3 + 0.5 + 1 + 2), (True, 4 + 0.5 + 2)])
 def test_the_work_of_a_critic_is_training_too(apart, seconds):
     times = {"time__train": 4, "time__train_critic": 3, "time__advantages": 0.5}
-    means = measure(lines(**times, time__old_log_probs=1, time__values=2), critic_apart=apart)
+    means = mean_times(lines(**times, time__old_log_probs=1, time__values=2), critic_apart=apart)
     assert means is not None and means.train == pytest.approx(seconds)
 
 
@@ -128,7 +128,7 @@ def test_the_first_step_validation_and_checkpoints_do_not_count():
     rows = lines(steps=2)
     rows[1]["time/wait_prev_gen"] = 100.0
     rows[2] |= {"time/step": 15.0, "time/val": 4.0, "time/checkpoint": 1.0}
-    means = measure(rows)
+    means = mean_times(rows)
     assert (means.step, means.wait) == (10.0, 0.2)
 
 

@@ -96,7 +96,7 @@ def restarts_in(folder: Path) -> list[dict[str, Any]]:
 
 def play(runs: Runs, folder: Path, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RunSummary:
     monkeypatch.setattr(module, "run_once", runs)
-    return asyncio.run(module.run(SFTConfig(output_dir=str(folder), **keys)))
+    return asyncio.run(module.run_with_restarts(SFTConfig(output_dir=str(folder), **keys)))
 
 
 @pytest.mark.parametrize("kind", [PROCESS_DIED, TIMEOUT])
@@ -369,7 +369,7 @@ def test_between_two_starts_a_signal_ends_the_run(
     before = signal.signal(number, signal.default_int_handler)  # a shell may have the tests ignore it, as nohup does
     try:
         with pytest.raises(asyncio.CancelledError):
-            asyncio.run(module.run(SFTConfig(output_dir=str(tmp_path), max_restarts=3)))
+            asyncio.run(module.run_with_restarts(SFTConfig(output_dir=str(tmp_path), max_restarts=3)))
     finally:
         signal.signal(number, before)
     assert len(runs.resumed) == 1

@@ -20,7 +20,7 @@ from roll.datasets.batch import Batch
 from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.distributed.weights.report import UpdateReport
 from roll.pipeline.checkpoint import CheckpointManager
-from roll.pipeline.launch import run as run_whole
+from roll.pipeline.launch import run_with_restarts
 from roll.pipeline.run import TrainingLoop
 from roll.rollout.source import SampleBatch
 from roll.rollout.timers import StepClock
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_another_run_is_explained(tmp_path, fault, message):
 def test_a_folder_without_checkpoints_is_an_error_before_anything_starts(tmp_path):
     config = RLVRConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path))
     with pytest.raises(RunError, match="resume_from_checkpoint: .* holds no complete checkpoint"):
-        asyncio.run(run_whole(config))
+        asyncio.run(run_with_restarts(config))
 
 
 def test_seconds_of_a_batch_are_times_of_its_step(tmp_path):

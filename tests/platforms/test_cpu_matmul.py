@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     for owner, name in ((torch, "matmul"), (torch.Tensor, "matmul"), (torch.nn.functional, "linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
-    assert cpu_matmul.install(counted) and cpu_matmul.install(counted)
+    assert cpu_matmul.use_fast_matmul(counted) and cpu_matmul.use_fast_matmul(counted)
     yield found
 
 
@@ -171,10 +171,10 @@ def test_without_a_file_about_the_processor_torch_multiplies(tmp_path, monkeypat
 def test_the_variable_decides_and_a_wrong_value_is_an_error(monkeypatch):
     matmul = torch.matmul
     monkeypatch.setenv(cpu_matmul.VARIABLE, "mkl")
-    assert not cpu_matmul.install() and torch.matmul is matmul
+    assert not cpu_matmul.use_fast_matmul() and torch.matmul is matmul
     monkeypatch.setenv(cpu_matmul.VARIABLE, "openblas")
     with pytest.raises(ValueError, match="ROLL_CPU_MATMUL='openblas': use one of auto, kernel, mkl"):
-        cpu_matmul.install()
+        cpu_matmul.use_fast_matmul()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_process_without_a_product_uses_the_kernel_where_mkl_is_slow(calls, mo
     monkeypatch.setattr(cpu_matmul, "mkl_is_slow", lambda: slow)
     monkeypatch.setenv(cpu_matmul.VARIABLE, choice)
     before = torch.matmul
-    assert cpu_matmul.install() is kernel
+    assert cpu_matmul.use_fast_matmul() is kernel
     assert (torch.matmul is not before) is kernel
     x, weight = drawn(ROWS, DEPTH), drawn(COLUMNS, DEPTH)
     torch.testing.assert_close(torch.matmul(x, weight.t()), (x.double() @ weight.double().t()).float())
@@ -199,5 +199,5 @@ def test_without_a_compiler_torch_multiplies_and_a_line_says_so(monkeypatch, cap
     monkeypatch.setattr(cpu_matmul, "INSTALLED", {})
     monkeypatch.setattr(cpu_matmul, "CpuKernels", fail)
     monkeypatch.setenv(cpu_matmul.VARIABLE, "kernel")
-    assert not cpu_matmul.install()
+    assert not cpu_matmul.use_fast_matmul()
     assert "half as fast on this processor: no C++ compiler" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 from roll.configs.pipeline import RLVRConfig
 from roll.trackers import make_trackers
 from roll.trackers.external import ExternalTracker
-from roll.trackers.external_process import given, leaf_values
+from roll.trackers.external_process import leaf_values, without_empty
 from roll.trackers.files import read_metrics, without_secrets
 
 FAULTY_WANDB = """
@@ -134,7 +134,7 @@ def test_keys_are_not_shown(config: RLVRConfig) -> None:
 
 
 def test_helpers_of_the_process() -> None:
-    assert given({"a": None, "b": {}, "c": [], "d": 0, "e": "x"}) == {"d": 0, "e": "x"}
+    assert without_empty({"a": None, "b": {}, "c": [], "d": 0, "e": "x"}) == {"d": 0, "e": "x"}
     assert dict(leaf_values({"a": {"b": 1, "c": {"d": [2]}}, "e": 3})) == {"a.b": 1, "a.c.d": [2], "e": 3}
 
 

@@ -77,7 +77,7 @@ class TurnNormOptions:
 
 
 @dataclass
-class StepOptions(TurnNormOptions):
+class TurnReturnOptions(TurnNormOptions):
     """The keys of estimators with a discounted return of turns."""
 
     step_reward_gamma: float = option(
@@ -86,7 +86,7 @@ class StepOptions(TurnNormOptions):
 
 
 @dataclass
-class GiGPOOptions(StepOptions):
+class GiGPOOptions(TurnReturnOptions):
     """The keys of GiGPO."""
 
     episode_reward_weight: float = option(1.0, "gigpo: weight of the normalised score of the episode.", ge=0)
@@ -118,8 +118,8 @@ def gigpo(batch: RewardBatch, options: GiGPOOptions) -> tuple[Tensor, Tensor]:
     return to_tokens(advantage, batch, turns, listed), to_tokens(returns, batch, turns, listed)
 
 
-@estimator("step_reinforce", options=StepOptions, needs="turns")
-def step_reinforce(batch: RewardBatch, options: StepOptions) -> tuple[Tensor, Tensor]:
+@estimator("step_reinforce", options=TurnReturnOptions, needs="turns")
+def step_reinforce(batch: RewardBatch, options: TurnReturnOptions) -> tuple[Tensor, Tensor]:
     """A of turn k = norm(G_k; grouping), with G_k = r_k + step_reward_gamma G_{k+1}: REINFORCE over turns.
 
     Mean and std are over turns, so a long trajectory has more weight in them than a short one. Source: Williams 1992,

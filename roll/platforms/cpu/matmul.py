@@ -44,7 +44,7 @@ class Product(Protocol):
         """Input [..., K], weight [N, K], bias [N] -> [..., N], into `out` if there is one."""
 
 
-def install(product: Product | None = None) -> bool:
+def use_fast_matmul(product: Product | None = None) -> bool:
     """Makes `matmul` and `linear` of this process use the kernel where it is faster; a second call does nothing.
 
     With a product, an engine's, that is used on any processor. Products that need a gradient, or whose tensors are not

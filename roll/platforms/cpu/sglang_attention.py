@@ -151,9 +151,9 @@ def attention_backend(model_runner: Any) -> BatchedTorchAttention:
     except BuildError as error:
         logger.warning("decoding runs on plain torch operators, at half the speed or less: %s", error)
         return BatchedTorchAttention(model_runner)
-    matmul.install(kernels.linear)
-    sglang_ops.install(kernels)
-    sglang_model.install(model_runner, kernels)
+    matmul.use_fast_matmul(kernels.linear)
+    sglang_ops.register_kernels(kernels)
+    sglang_model.fuse_decoder(model_runner, kernels)
     sglang_sampling.use_kernel(kernels)
     return BatchedTorchAttention(model_runner, kernels)
 

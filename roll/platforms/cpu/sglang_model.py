@@ -22,7 +22,7 @@ from roll.platforms.cpu.kernels import CpuKernels
 logger = logging.getLogger(__name__)
 
 
-def install(model_runner: Any, kernels: CpuKernels) -> bool:
+def fuse_decoder(model_runner: Any, kernels: CpuKernels) -> bool:
     """Replaces `forward` of the runner's decoder model where the call takes it; whether it does."""
     model: Any = getattr(model_runner.model, "model", None)
     if not _is_plain(model, model_runner):
@@ -40,7 +40,7 @@ class FusedForward:
     """`forward` of a decoder model of SGLang."""
 
     def __init__(self, model: Any, model_runner: Any, kernels: CpuKernels) -> None:
-        """Of a plain model; see `install`."""
+        """Of a plain model; see `fuse_decoder`."""
         first = model.layers[0]
         attention, heads = first.self_attn, getattr(first.self_attn, "q_norm", None)
         sizes = DecoderSizes(

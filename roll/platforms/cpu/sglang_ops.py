@@ -16,7 +16,7 @@ PLATFORM_KEY = "native"
 """SGLang's name of operators of our platform; see `SglangCpuPlatform`, which inherits it."""
 
 
-def install(kernels: CpuKernels) -> None:
+def register_kernels(kernels: CpuKernels) -> None:
     """Registers the kernels for all models of this process; call it before the first forward pass."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.activation import SiluAndMul

@@ -66,7 +66,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
 
         torch.cuda.synchronize = _synchronize
         update_config.update_intermediate_size = _keep_intermediate_size
-        sglang_sampling.install()
+        sglang_sampling.use_sampling_seeds()
         _accept_shared_memory_handles()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:

@@ -1,8 +1,9 @@
 """Seeded sampling for SGLang's CPU engine.
 
-SGLang uses a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. `install` replaces two
-functions so that it is used on CPU: the one that collects the seeds of a batch, and the one that samples with them. A
-sampled token depends only on the probabilities, the seed and its position, not on the other requests in the batch.
+SGLang uses a request's `sampling_seed` only in its deterministic mode, whose kernels need a GPU. `use_sampling_seeds`
+replaces two functions so that it is used on CPU: the one that collects the seeds of a batch, and the one that samples
+with them. A sampled token depends only on the probabilities, the seed and its position, not on other requests of the
+batch.
 Without the kernel of `use_kernel` there is one exception: where a request of the batch is greedy or truncated, SGLang
 sorts the tokens of all by probability first.
 """
@@ -68,7 +69,7 @@ def sample_with_seeds(log_probs: torch.Tensor, seeds: torch.Tensor, positions: t
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=log_probs.shape[-1] - 1)
 
 
-def install() -> None:
+def use_sampling_seeds() -> None:
     """Makes SGLang in this process use `sampling_seed`; called once by `SglangCpuPlatform.init_backend`."""
     from sglang.srt.layers import sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
