@@ -23,16 +23,13 @@ from roll.distributed.calls.remote_errors import PROCESS_DIED, WATCH, ClusterErr
 from roll.distributed.cluster import Cluster
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.ray_session import dead_ray_process, ray_processes
-from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, status_of
+from roll.usercode.stopped import INTERVAL_S, STOPPED_TOO_LONG, StopTimes, is_alive, is_stopped
 
 if TYPE_CHECKING:
     from roll.base.events import EventLog
     from roll.distributed.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-ENDED = (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
-"""Statuses of a process that has ended."""
 
 
 class ProcessWatch:
@@ -44,14 +41,14 @@ class ProcessWatch:
         events: EventLog,
         others: Callable[[], Mapping[str, psutil.Process]] = dict,
         clock: Callable[[], float] = time.monotonic,
-        stop_times: StopTimes[str] | None = None,
+        stop_times: StopTimes[int] | None = None,
     ) -> None:
         """Watches nothing before `start`.
 
         The death of a rank of `clusters` is the error of `wait_for_death`; callers notice that of `others`, by name.
         """
         self._clusters, self._events, self._others = clusters, events, others
-        self._clock, self._stop_times = clock, stop_times or StopTimes()
+        self._clock, self._stop_times = clock, stop_times or StopTimes(is_stopped)
         self._died: asyncio.Future[ClusterError] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
         self._run: asyncio.Task[Any] | None = None
@@ -93,10 +90,9 @@ class ProcessWatch:
         }
         of_ray = ray_processes()
         processes = {**self._others(), **{name: process for name, (_, _, process) in ranks.items()}, **of_ray}
-        found = {name: status_of(process) for name, process in processes.items()}
-        dead = {name: "its process died" for name, status in found.items() if status in ENDED}
-        stopped = [name for name, status in found.items() if status == psutil.STATUS_STOPPED]
-        for name in self._stop_times.overdue(self._clock(), stopped):
+        dead = {name: "its process died" for name, process in processes.items() if not is_alive(process)}
+        alive = {process.pid: name for name, process in processes.items() if name not in dead}
+        for name in [alive[number] for number in self._stop_times.overdue(self._clock(), alive)]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 processes[name].kill()
             dead[name] = STOPPED_TOO_LONG
@@ -140,7 +136,7 @@ class ProcessWatch:
                 raise
             for cluster in self._clusters:
                 for rank, process in cluster.local_processes.items():
-                    if status_of(process) in ENDED:
+                    if not is_alive(process):
                         raise cluster.died(rank, f"{cluster.role}-{rank}: its process died") from error
             raise
         finally:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from operator import methodcaller
 from typing import Any
 
 from roll.base.errors import RunError
@@ -58,7 +59,7 @@ class UserProcessPool:
         self._users: Counter[UserProcess] = Counter()
         """Also of processes that are retired."""
         self._ending: list[UserProcess] = []
-        self._stop_times: StopTimes[int] = StopTimes()
+        self._stop_times: StopTimes[UserProcess] = StopTimes(methodcaller("is_stopped"))
         self._looked_at = 0.0
         self._killed: set[UserProcess] = set()
         """Processes that were killed because they stayed stopped."""
@@ -205,13 +206,10 @@ class UserProcessPool:
         if now - self._looked_at < INTERVAL_S:
             return
         self._looked_at = now
-        present = {each.pid: each for each in (*self._running, *self._users)}
-        stopped = [number for number, process in present.items() if process.is_stopped()]
-        for process in [present[number] for number in self._stop_times.overdue(now, stopped)]:
-            if process not in self._killed:
-                self._killed.add(process)
-                self.retire(process, now=True)
-                self._report(f"one of its processes {STOPPED_TOO_LONG}")
+        for process in self._stop_times.overdue(now, {*self._running, *self._users} - self._killed):
+            self._killed.add(process)
+            self.retire(process, now=True)
+            self._report(f"one of its processes {STOPPED_TOO_LONG}")
 
     def close(self) -> None:
         """Kills the processes, waits for their end and cancels calls. Safe to call twice."""

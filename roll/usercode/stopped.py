@@ -1,8 +1,8 @@
-"""Which processes a signal has stopped, and for how long: a call of one does not fail before its deadline."""
+"""Which processes live, and which a signal has stopped for too long: their calls do not fail before the deadline."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 import psutil
@@ -19,35 +19,38 @@ GAP_S = 5.0
 STOPPED_TOO_LONG = f"was stopped by a signal for {STOPPED_GRACE_S:g} s, and was killed"
 """What happened to such a process, for messages."""
 
+
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class StopTimes(Generic[KeyT]):
     """How long each process has been stopped; counts from 0 again after the watch itself did not run."""
 
-    def __init__(self, grace_s: float = STOPPED_GRACE_S, gap_s: float = GAP_S) -> None:
-        self._grace_s, self._gap_s = grace_s, gap_s
+    def __init__(
+        self, is_stopped: Callable[[KeyT], bool], grace_s: float = STOPPED_GRACE_S, gap_s: float = GAP_S
+    ) -> None:
+        self._is_stopped, self._grace_s, self._gap_s = is_stopped, grace_s, gap_s
         self._since: dict[KeyT, float] = {}
         self._last = 0.0
 
-    def overdue(self, now: float, stopped: Collection[KeyT]) -> list[KeyT]:
-        """Keys of the processes that have been stopped longer than the grace; `stopped` are those stopped at `now`."""
+    def overdue(self, now: float, processes: Iterable[KeyT]) -> list[KeyT]:
+        """Looks at these processes, and returns those that have been stopped longer than the grace."""
         known = self._since if now - self._last <= self._gap_s else {}
         self._last = now
-        self._since = {key: known.get(key, now) for key in stopped}
-        return [key for key, since in self._since.items() if now - since >= self._grace_s]
+        self._since = {each: known.get(each, now) for each in processes if self._is_stopped(each)}
+        return [each for each, since in self._since.items() if now - since >= self._grace_s]
 
 
-def status_of(process: psutil.Process) -> str:
-    """Status of a process as psutil names it, STATUS_DEAD where it is gone; a debugger does not make it stopped."""
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; its last threads may still be ending where it does not."""
     try:
-        return str(process.status() if process.is_running() else psutil.STATUS_DEAD)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return str(psutil.STATUS_DEAD)
+        return False
 
 
 def is_stopped(process_id: int) -> bool:
-    """Whether a signal has stopped a process; False where its status cannot be read."""
+    """Whether a signal has stopped a process; False in a debugger, and where its status cannot be read."""
     try:
         return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
     except (OSError, psutil.Error):

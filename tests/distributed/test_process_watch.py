@@ -22,7 +22,7 @@ from roll.distributed.core_pinning import Topology
 from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.resources import Node, ResourceManager
-from roll.usercode.stopped import StopTimes
+from roll.usercode.stopped import StopTimes, is_stopped
 
 
 class Sleeping:
@@ -80,7 +80,9 @@ def test_who_waits_for_something_else_learns_of_a_dead_rank(cluster: Any, tmp_pa
 def test_a_stopped_rank_is_killed_and_its_death_names_the_reason(cluster: Any, tmp_path: Path) -> None:
     async def scenario() -> None:
         now = [0.0]
-        watch = ProcessWatch([cluster], EventLog(tmp_path), clock=lambda: now[0], stop_times=StopTimes(10, 99))
+        watch = ProcessWatch(
+            [cluster], EventLog(tmp_path), clock=lambda: now[0], stop_times=StopTimes(is_stopped, 10, 99)
+        )
         cluster.children[0].send_signal(signal.SIGSTOP)
         until(lambda: cluster.status(0) == psutil.STATUS_STOPPED)
         watch.look()
@@ -105,7 +107,7 @@ def test_another_process_that_stays_stopped_is_killed_and_its_death_is_left_to_i
 ) -> None:
     async def scenario() -> None:
         processes = {"rollouter": cluster.local_processes[0]}
-        watch = ProcessWatch([], EventLog(tmp_path), lambda: processes, stop_times=StopTimes(0.0))
+        watch = ProcessWatch([], EventLog(tmp_path), lambda: processes, stop_times=StopTimes(is_stopped, 0.0))
         cluster.children[0].send_signal(signal.SIGSTOP)
         until(lambda: cluster.status(0) == psutil.STATUS_STOPPED)
         watch.look()
@@ -160,7 +162,7 @@ def test_the_death_of_a_process_of_ray_ends_what_the_run_waits_for(
     ray: dict[str, psutil.Process], tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
     async def scenario() -> None:
-        watch = ProcessWatch([], EventLog(tmp_path), stop_times=StopTimes(0.05))
+        watch = ProcessWatch([], EventLog(tmp_path), stop_times=StopTimes(is_stopped, 0.05))
         watch.start()
         with pytest.raises(ClusterError, match=f"^{name}, a process of Ray, died$") as caught:
             with watch.deaths_as_causes():

@@ -394,7 +394,7 @@ def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
 )
 def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, timeout_s, tmp_path, monkeypatch):
     """Where the deadline is after the end of the grace, before it, and within the process."""
-    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda: StopTimes(4.0))
+    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda is_stopped: StopTimes(is_stopped, 4.0))
     causes: list[str] = []
 
     async def run():
@@ -412,7 +412,7 @@ def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, tim
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_call_for_long(processes, monkeypatch):
-    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda: StopTimes(2.0))
+    monkeypatch.setattr("roll.usercode.pool.StopTimes", lambda is_stopped: StopTimes(is_stopped, 2.0))
     causes: list[str] = []
 
     async def run():

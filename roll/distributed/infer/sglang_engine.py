@@ -29,7 +29,6 @@ from roll.distributed.infer.sglang_processes import (
     exit_reason,
     ignore_quit_signal,
     import_engine,
-    is_alive,
     kill_reason,
     last_exception,
     shared_files,
@@ -42,7 +41,7 @@ from roll.hub.names import local_model
 from roll.models.families.hf_config import read_positions
 from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
-from roll.usercode.stopped import StopTimes, is_stopped
+from roll.usercode.stopped import StopTimes, is_alive, is_stopped
 
 T = TypeVar("T")
 
@@ -215,10 +214,9 @@ class Engine:
 
     async def _kill_stopped(self) -> None:
         """Kills processes that a signal has stopped for STOPPED_S while the engine starts: its start waits for them."""
-        stop_times: StopTimes[int] = StopTimes(STOPPED_S)
+        stop_times = StopTimes(is_stopped, STOPPED_S)
         while True:
-            stopped = [process.pid for process in _child_processes() if is_stopped(process.pid)]
-            for process_id in stop_times.overdue(time.monotonic(), stopped):
+            for process_id in stop_times.overdue(time.monotonic(), [process.pid for process in _child_processes()]):
                 kill(process_id)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
@@ -227,10 +225,10 @@ class Engine:
 
         A scheduler that was stopped by a signal for STOPPED_S counts as dead.
         """
-        stop_times: StopTimes[int] = StopTimes(STOPPED_S)
+        stop_times = StopTimes(is_stopped, STOPPED_S)
         while True:
             dead = sorted({*self._schedulers} - {*self.processes()})
-            if stopped := stop_times.overdue(time.monotonic(), [*filter(is_stopped, self._schedulers)]):
+            if stopped := stop_times.overdue(time.monotonic(), self._schedulers):
                 return self.died(f"process {min(stopped)} of the engine is stopped by a signal")
             if dead:
                 if "nnodes" in self.arguments and not self.arguments["node_rank"]:

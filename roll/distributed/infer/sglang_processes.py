@@ -248,14 +248,6 @@ def shared_files(process_id: int) -> set[Path]:
     return {Path(name) for name in names if Path(name).name.startswith(SHARED_PREFIXES)}
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs; its last threads may still be ending where it does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def ignore_quit_signal() -> None:
     """Keeps this process alive when an engine process fails.
 

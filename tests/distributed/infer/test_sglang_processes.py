@@ -11,7 +11,8 @@ from multiprocessing.process import BaseProcess
 import psutil
 import pytest
 
-from roll.distributed.infer.sglang_processes import exit_reason, is_alive, kill_reason, last_exception, size_of
+from roll.distributed.infer.sglang_processes import exit_reason, kill_reason, last_exception, size_of
+from roll.usercode.stopped import is_alive
 
 DIES_SLOWLY = """
 import ctypes, os, signal, sys, threading
