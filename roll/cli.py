@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import shlex
@@ -16,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from roll import __version__
-from roll.base.errors import ConfigError, Report, RunError
+from roll.base.errors import ConfigError, RunError
 from roll.base.redaction import redact
 from roll.base.terminal import (
     EXIT_INTERRUPTED,
@@ -30,7 +29,6 @@ from roll.configs.user_code import search_modules_beside
 from roll.distributed.processes import gc_paused
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
     from roll.pipeline.health import HealthFile
 
 logger = logging.getLogger(__name__)
@@ -40,19 +38,20 @@ EXIT_CONFIG_ERROR = 2
 
 HELP = {
     "run": "train as configured in a YAML file",
-    "plan": "show devices, batch sizes and memory of a configuration without starting it",
+    "plan": "show what stops a configuration, its devices, batch sizes and memory, without starting it",
     "convert": "print a file of ROLL or verl with the keys of this project, with a comment on every change",
     "doctor": "measure every device and link of a configuration, and name the nodes that are slow",
     "rehearse": "run a configuration in miniature on this CPU, and report what was exercised",
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
     "ablate": "run a grid of policy losses, ratios and seeds; run it again to resume unfinished runs",
-    "show": "print the samples of a training step",
-    "plot": "draw the curves of a run as a picture",
+    "show": "print the samples of a training step, those with the most gradient first",
+    "plot": "draw the curves of a run, or of several over each other, as a picture",
     "report": "write the page of one or several runs: findings, curves, time, samples, configuration",
 }
 """What each command does, for --help."""
 
 TOOLS = {
+    "plan": "roll.plan.command",
     "convert": "roll.tools.convert",
     "doctor": "roll.tools.doctor.command",
     "rehearse": "roll.lab.rehearse.command",
@@ -75,16 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(_parser(argv), argv)
         if hasattr(arguments, "config"):
             search_modules_beside(arguments.config)
-        if arguments.command == "plan":
-            return _exit_code(
-                lambda: plan(
-                    arguments.config,
-                    arguments.overrides,
-                    arguments.json,
-                    arguments.device_memory,
-                    arguments.elsewhere,
-                )
-            )
         if arguments.command not in HANDLE_INTERRUPT:
             return _exit_code(lambda: _tool(arguments.command).run(arguments))
     if arguments.command == "run":
@@ -116,34 +105,6 @@ def find_config(folder: str, name: str) -> Path:
     examples = Path(__file__).resolve().parents[1] / "examples"
     candidates = [Path(folder) / file, examples / folder / file]
     return next((path for path in candidates if os.path.isfile(path)), candidates[0])
-
-
-def plan(
-    config: str | Path,
-    overrides: Sequence[str],
-    as_json: bool = False,
-    device_gib: float | None = None,
-    elsewhere: bool = False,
-) -> int:
-    """Prints the plan of a run; exit code 1 if it cannot run here and is not `elsewhere`, or exceeds `device_gib`."""
-    from roll.envs.registry import try_environment
-    from roll.loading.load import load_config
-    from roll.plan.inputs import look_up
-    from roll.plan.plan import fits_devices, make_plan
-    from roll.plan.show import print_plan
-
-    loaded = load_config(config, overrides, try_environment=try_environment)
-    found = look_up(loaded, _say)
-    inputs = check_user_inputs(loaded, may_miss=True)  # before the plan resets environments in this process
-    made = make_plan(loaded, hub=found)
-    made.stops.extend(map(str, inputs.missing))
-    made.warnings.extend(map(str, inputs.warnings))
-    if as_json:
-        print(json.dumps(made.as_dict(), indent=2))
-    else:
-        print_plan(made, device_gib=device_gib, elsewhere=elsewhere)
-    fits = device_gib is None or fits_devices(made, device_gib)
-    return 0 if fits and (elsewhere or not made.stops) else 1
 
 
 def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = None) -> int:
@@ -190,7 +151,12 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         try:
             fetch_inputs(loaded)
             logger.info("trying data, tokenizers, rewards and environments")
-            for remark in check_user_inputs(loaded, may_miss=False).warnings:
+            from roll.plan.check_inputs import check_inputs
+
+            inputs = check_inputs(loaded)
+            if inputs.errors or inputs.missing:
+                raise ConfigError(inputs.errors + inputs.missing)
+            for remark in inputs.warnings:
                 logger.warning("%s", remark)
         except (ConfigError, RunError):
             report.end("failed")
@@ -203,25 +169,6 @@ def run(config: str | Path, overrides: Sequence[str], pipeline: str | None = Non
         return run_pipeline(loaded, shlex.join(["roll", "run", str(config), *given]))
 
 
-def check_user_inputs(config: BaseConfig, may_miss: bool) -> Report:
-    """Tries data, tokenizer, rewards and environments, and returns what is missing, and warnings.
-
-    Raises:
-        ConfigError: one of them fails, or is not on this machine unless it `may_miss`.
-    """
-    from roll.plan.check_inputs import check_inputs
-
-    report = check_inputs(config)
-    problems = report.errors + ([] if may_miss else report.missing)
-    if problems:
-        raise ConfigError(problems)
-    return report
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _tool(name: str) -> ModuleType:
     return importlib.import_module(TOOLS[name])
 
@@ -230,12 +177,9 @@ def _exit_code(command: Callable[[], int]) -> int:
     """Exit code of a command; a configuration error, a failed download and Ctrl-C print no traceback."""
     try:
         return command()
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(redact(str(error)), file=sys.stderr)
-        return EXIT_CONFIG_ERROR
-    except RunError as error:
-        print(redact(str(error)), file=sys.stderr)
-        return 1
+        return EXIT_CONFIG_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -282,13 +226,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.add_argument("config", help="YAML file")
             help_text = "override values of the file"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)
-        if name == "plan":
-            command.add_argument("--json", action="store_true", help="print JSON")
-            help_text = "memory of a device, to compare with; exit code 1 if the run needs more"
-            command.add_argument("--device-memory", type=float, metavar="GIB", help=help_text)
-            help_text = "the run is for another machine: what is missing here is a remark, not exit code 1"
-            command.add_argument("--elsewhere", action="store_true", help=help_text)
-        elif name in TOOLS and name in argv:
+        if name in TOOLS and name in argv:
             _tool(name).add_options(command)
     return parser
 

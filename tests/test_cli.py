@@ -11,7 +11,7 @@ import pytest
 
 from roll import __version__
 from roll.base.errors import ConfigError, similar_path
-from roll.cli import find_config, launch, main
+from roll.cli import HELP, find_config, launch, main
 from roll.plan.hardware import Hardware, prepare_run
 from tests.configs.samples import LAPTOP, MODEL, RLVR, SERVER, SFT, rlvr, sft, write
 
@@ -28,13 +28,29 @@ def test_plan_prints_devices_batch_memory_and_warnings(tmp_path: Path, capsys: p
     assert "train.jsonl is not a file on this machine" in printed.partition("Missing here")[2]
 
 
-def test_what_stops_a_run_here_is_exit_code_1_and_stands_before_the_warnings(
+def test_what_stops_a_run_is_exit_code_1_and_stands_before_the_warnings_and_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", str(write(tmp_path, RLVR)), "platform=cpu", "num_devices_per_node=24", "use_kl_loss=false"]
+    command = [
+        "plan",
+        str(write(tmp_path, RLVR)),
+        "platform=cpu",
+        "num_devices_per_node=24",
+        "actor_infer.generating_args.top_p=0.9",
+    ]
     assert main([*command, "resume_from_checkpoint=/nowhere"]) == 1
-    stops = capsys.readouterr().out.partition("This stops a run here")[2].partition("warning")[0]
-    assert "train.jsonl is not a file on this machine" in stops and "resume_from_checkpoint: /nowhere" in stops
+    head, _, rest = capsys.readouterr().out.partition("This stops the run")
+    stops, warnings, numbers = (rest.index(title) for title in ("train.jsonl is not a file", "warning", "Roles"))
+    assert stops < warnings < numbers and head.count("\n") == 1
+    assert "resume_from_checkpoint: /nowhere" in rest[:warnings]
+
+
+def test_devices_that_are_too_small_stop_a_run_wherever_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(write(tmp_path, RLVR)), "platform=cuda", "--elsewhere", "--device-memory"]
+    assert main([*command, "200"]) == 0 and main([*command, "1"]) == 1
+    assert "more than the 1 GiB" in capsys.readouterr().out.partition("This stops the run")[2].partition("Roles")[0]
 
 
 def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,8 +276,18 @@ def test_files_of_the_current_folder_replace_no_standard_module_in_a_command_or_
     assert run.stderr.startswith("mine.py:3: ValueError: None\n")
 
 
-@pytest.mark.parametrize("arguments", [["show", "output/none"], ["rehearse", "missing.yaml"], ["plan", "missing.yaml"]])
-def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path, arguments: list[str]) -> None:
-    code = f"import sys; from roll.cli import main; main({arguments!r}); print('torch' in sys.modules)"
+HEAVY = {"torch", "transformers", "ray", "sglang", "matplotlib"}
+"""Libraries that take seconds to import together."""
+
+
+def test_help_and_errors_of_arguments_import_no_heavy_library(tmp_path: Path) -> None:
+    commands = [[], ["run", "missing.yaml", "--no"], *([name, word] for name in HELP for word in ("--help", "--no"))]
+    commands += [["show", "none"], ["plot", "none"], ["plan", "missing.yaml"], ["rehearse", "missing.yaml"]]
+    code = (
+        "import contextlib, sys\nfrom roll.cli import main\n"
+        f"for arguments in {commands}:\n    with contextlib.suppress(SystemExit):\n        main(arguments)\n"
+        f"    print(arguments, 'imported', *({HEAVY} & {{*sys.modules}}))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert run.stdout.splitlines()[-1] == "False"
+    imported = [line for line in run.stdout.splitlines() if "] imported" in line]
+    assert len(imported) == len(commands) and all(line.endswith("imported") for line in imported), imported

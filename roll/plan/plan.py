@@ -234,10 +234,18 @@ def _needed_bytes(plan: Plan, group: Sequence[str]) -> int:
     return int(max(states + engine / share, (total - engine) / (1 - share)))
 
 
-def fits_devices(plan: Plan, device_gib: float) -> bool:
-    """Whether devices of this memory are enough for what every role needs at least; false if it is not known."""
-    known = len(plan.memory) == len(plan.roles)
-    return known and max(needed_memory(plan).values(), default=0) <= device_gib * 2**30
+def what_stops(plan: Plan, device_gib: float | None = None, elsewhere: bool = False) -> list[str]:
+    """Why the run cannot start here, or not on devices of `device_gib`; a run `elsewhere` may find what is missing."""
+    stops = [] if elsewhere else [*plan.stops]
+    if device_gib is None:
+        return stops
+    if len(plan.memory) < len(plan.roles):
+        stops.append("not every model is here, so what a device needs is not known")
+    return stops + [
+        f"{roles} need on one device at least {gibibytes(size)} at once, more than the {device_gib:g} GiB"
+        for roles, size in needed_memory(plan).items()
+        if size > device_gib * 2**30
+    ]
 
 
 def _phase_bytes(group: Sequence[str], memory: Sequence[MemoryPlan]) -> dict[str, int]:

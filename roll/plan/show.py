@@ -1,23 +1,30 @@
-"""Prints the plan of a run."""
+"""Prints the plan of a run: what stops it, warnings, and then devices, batch sizes and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from textwrap import TextWrapper
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from roll.base.terminal import make_console
 from roll.base.text import gibibytes
 from roll.configs.devices.parallel_layout import spans
-from roll.plan.plan import Plan, RolePlan, needed_memory, shared_device_memory
+from roll.plan.plan import Plan, needed_memory, shared_device_memory, what_stops
 
-UNBROKEN = ("role", "engine", "dtype", "workers", "layout")
-"""Columns whose words a narrow terminal does not cut."""
+KINDS = {
+    "has no effect": "keys without effect",
+    "is read as": "keys read as others",
+    "is read under its name": "keys read under their names here",
+}
+"""Words of a warning that make its kind -> what warnings of the kind are about."""
+
+FOLDED = 4
+"""Keys with warnings of one kind from which on only the first warning is printed, and this many keys are named."""
 
 
 def print_plan(
@@ -25,60 +32,82 @@ def print_plan(
 ) -> None:
     """Writes the plan to `file`, or to standard output; a run `elsewhere` may find what is missing here."""
     console = make_console(file)
-    plural = "s" if plan.nodes > 1 else ""
-    nodes = f"{plan.nodes} node{plural} x {plan.devices_per_node} device{'s' if plan.devices_per_node > 1 else ''}"
+    nodes = f"{_count(plan.nodes, 'node')} x {_count(plan.devices_per_node, 'device')}"
     source = f"  ({plan.source})" if plan.source else ""
-    console.print(f"{plan.exp_name}: {plan.pipeline} on {plan.platform}, {nodes}{source}", markup=False, style="bold")
-    console.print(_roles(plan))
-    console.print(_device_table(plan))
-    console.print(
-        _table(
-            "Batch",
-            ["", "", ""],
-            [
-                (line.name, f"{line.value:,}" if isinstance(line.value, int) else str(line.value), line.formula)
-                for line in plan.batch
-            ],
-        )
-    )
-    if plan.memory:
-        console.print(_memory(plan))
-        for sentence in shared_device_memory(plan):
-            console.print(f"  {sentence}", markup=False)
-    for roles, size in needed_memory(plan).items():
-        if device_gib is None:
-            break
-        enough = size <= device_gib * 2**30
-        verdict = f"at least {gibibytes(size)} at once, {'of' if enough else 'more than the'} {device_gib:g} GiB"
-        console.print(f"  {roles} need on one device {verdict}", markup=False, style="green" if enough else "bold red")
-    if device_gib is not None and len(plan.memory) < len(plan.roles):
-        console.print("  not every model is here, so what a device needs is not known", style="bold red")
-    if plan.downloads:
-        console.print(_downloads(plan))
-    if plan.stops:
-        title, style = ("Missing here", "bold yellow") if elsewhere else ("This stops a run here", "bold red")
-        _print_list(console, title, style, plan.stops)
+    _print(console, f"{plan.exp_name}: {plan.pipeline} on {plan.platform}, {nodes}{source}", "bold", "")
+    _print_list(console, "This stops the run", "bold red", what_stops(plan, device_gib, elsewhere))
+    _print_list(console, "Missing here", "bold yellow", plan.stops if elsewhere else [])
+    warnings = fold(plan.warnings)
+    hint = "; --json prints each" if len(warnings) < len(plan.warnings) else ""
+    _print_list(console, f"{_count(len(plan.warnings), 'warning')}{hint}", "bold yellow", warnings)
     if not plan.warnings and not plan.stops:
         console.print("No warnings.", style="green")
-    if not plan.warnings:
-        return
-    title = f"{len(plan.warnings)} warning{'s' if len(plan.warnings) > 1 else ''}"
-    _print_list(console, title, "bold yellow", plan.warnings)
+    console.print(_roles(plan))
+    _print_list(console, "Models", "bold", _models(plan))
+    console.print(_table("Batch", [(line.name, _value(line.value), line.formula) for line in plan.batch]))
+    if plan.memory:
+        console.print(_memory(plan))
+    for sentence in shared_device_memory(plan):
+        _print(console, sentence)
+    for roles, size in needed_memory(plan).items():
+        if device_gib is not None and size <= device_gib * 2**30:
+            enough = f"{roles} need on one device at least {gibibytes(size)} at once, of {device_gib:g} GiB"
+            _print(console, enough, "green")
+    _print_list(console, "Models and data by name", "bold", _downloads(plan))
+
+
+def fold(warnings: Sequence[str]) -> list[str]:
+    """The warnings with one line for each of KINDS that has many keys: its first warning, a count, and more keys."""
+    kinds: dict[str, list[str]] = {}
+    for line in warnings:
+        kinds.setdefault(next((words for words in KINDS if words in line), line), []).append(line)
+    folded: list[str] = []
+    for words, lines in kinds.items():
+        keys = [key for line in lines for key in line.partition(words)[0].rstrip(": ").split(", ")]
+        if len(keys) < FOLDED:
+            folded += lines
+            continue
+        before, _, after = lines[0].partition(words)
+        between = before[len(before.rstrip(": ")) :]
+        more = f"{len(keys) - 1} more {KINDS[words]}: {', '.join(keys[1:FOLDED])}{', ...' if keys[FOLDED:] else ''}"
+        folded.append(f"{keys[0]}{between}{words}{after}; {more}")
+    return folded
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+def _value(value: float | str) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _print(console: Console, text: str, style: str = "", indent: str = "  ", bullet: str = "") -> None:
+    """Wraps between words only, so that a path can be copied."""
+    wrap = TextWrapper(console.width, indent, indent, break_long_words=False, break_on_hyphens=False)
+    lines = "\n".join(map(wrap.fill, text.splitlines()))
+    console.print(f"{bullet}{lines.lstrip()}" if bullet else lines, style=style, markup=False, soft_wrap=True)
 
 
 def _print_list(console: Console, title: str, style: str, lines: Sequence[str]) -> None:
-    console.print(title, style=style)
-    wrap = TextWrapper(console.width, "    ", "    ", break_long_words=False, break_on_hyphens=False)
+    if lines:
+        console.print(title, style=style)
     for line in lines:
-        text = "\n".join(map(wrap.fill, line.splitlines()))
-        console.print(f"  - {text.lstrip()}", markup=False, soft_wrap=True)
+        _print(console, line, indent="    ", bullet="  - ")
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=any(columns), title_style="bold")
+def _table(title: str, rows: Sequence[Sequence[RenderableType]], columns: Sequence[str] = ("", "", "")) -> Table:
+    """A table; one without names of columns has numbers in the second."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_header=any(columns),
+        title_style="bold",
+        pad_edge=False,
+    )
     for index, column in enumerate(columns):
-        number = title in ("Batch", "Memory per device") and index == len(columns) - 2
-        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=column in UNBROKEN)
+        table.add_column(column, justify="right" if index == 1 and not any(columns) else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -88,54 +117,38 @@ def _roles(plan: Plan) -> Table:
     rows = [
         (
             role.role,
-            role.strategy,
-            role.dtype,
-            f"{role.workers} {'engine' if role.strategy == 'sglang' else 'rank'}{'s' if role.workers > 1 else ''}",
+            spans(role.devices).replace(",", ", "),
+            spans(role.nodes).replace(",", ", "),
+            _count(role.workers, "engine" if role.strategy == "sglang" else "rank"),
             f"tp{role.tensor} pp{role.pipeline} dp{role.data}",
-            role.model or "-",
+            f"{role.strategy} {role.dtype}",
         )
         for role in plan.roles
     ]
-    columns = ["role", "engine", "dtype", "workers", "layout", "model"]
-    return _table("Roles", columns, rows)
+    return _table("Roles", rows, ["role", "devices", "nodes", "workers", "layout", "engine"])
 
 
-def _device_table(plan: Plan) -> Table:
-    rows = []
-    owners = {item.device: [role for role in plan.roles if item.device in role.devices] for item in plan.devices}
-    for roles, group in groupby(plan.devices, key=lambda item: owners[item.device]):
-        items = list(group)
-        uses = ", ".join(f"{role.role} {_places(role, [item.device for item in items])}" for role in roles)
-        rows.append((spans([item.device for item in items]), spans(sorted({item.node for item in items})), uses))
-    return _table("Devices", ["devices", "nodes", "used by"], rows)
-
-
-def _places(role: RolePlan, devices: Sequence[int]) -> str:
-    size, unit = (role.tensor, "engine") if role.strategy == "sglang" else (1, "rank")
-    numbers = sorted({role.devices.index(device) // size for device in devices})
-    return f"{unit}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
+def _models(plan: Plan) -> list[str]:
+    models: dict[str, list[str]] = {}
+    for role in plan.roles:
+        models.setdefault(role.model or "-", []).append(role.role)
+    return [f"{model}: {', '.join(roles)}" for model, roles in models.items()]
 
 
 def _memory(plan: Plan) -> Table:
-    rows: list[tuple[str, str, str, str]] = []
+    rows: list[tuple[RenderableType, str, str]] = []
     for memory in plan.memory:
-        rows += [
-            (memory.role if not i else "", line.name, gibibytes(line.bytes), line.formula)
-            for i, line in enumerate(memory.lines)
-        ]
-        rows.append(("", "total", gibibytes(memory.total), memory.where))
-        rows += [("", line.name, gibibytes(line.bytes), line.formula) for line in memory.host]
-    return _table("Memory per device", ["role", "", "", "formula"], rows)
+        rows += [(Text(memory.role, "bold"), "", "")]
+        rows += [(line.name, gibibytes(line.bytes), line.formula) for line in memory.lines]
+        rows += [("total", gibibytes(memory.total), memory.where)]
+        rows += [(line.name, gibibytes(line.bytes), line.formula) for line in memory.host]
+    return _table("Memory per device", rows)
 
 
-def _downloads(plan: Plan) -> Table:
-    rows = [
-        (
-            item.name,
-            ", ".join(item.used_by),
-            f"{item.files} file{'s' if item.files != 1 else ''}, {gibibytes(item.bytes)}",
-            f"{gibibytes(item.missing_bytes)} to fetch" if item.missing_bytes else "on this machine",
-        )
-        for item in plan.downloads
-    ]
-    return _table("Models and data by name", ["name", "key", "size", ""], rows)
+def _downloads(plan: Plan) -> list[str]:
+    lines = []
+    for item in plan.downloads:
+        there = f"{gibibytes(item.missing_bytes)} to fetch" if item.missing_bytes else "on this machine"
+        files = f"{_count(item.files, 'file')}, {gibibytes(item.bytes)}, {there}"
+        lines.append(f"{item.name}: {files} ({', '.join(item.used_by)})")
+    return lines

@@ -18,8 +18,8 @@ from roll.configs.devices.parallel_layout import spans
 from roll.loading.load import load_config
 from roll.models.families.shape import read_model_shape
 from roll.plan.hardware import Hardware, prepare_run
-from roll.plan.plan import Plan, fits_devices, make_plan, needed_memory, shared_device_memory
-from roll.plan.show import print_plan
+from roll.plan.plan import Plan, make_plan, needed_memory, shared_device_memory, what_stops
+from roll.plan.show import fold, print_plan
 from tests.configs.samples import DATA, LAPTOP, SERVER, bytes_of, memory, rlvr, sft
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -338,7 +338,7 @@ def test_the_recipe_for_one_gpu_needs_what_its_page_says(device_gib: int, tokens
         values += [f"actor_train.max_tokens_per_microbatch_in_train={tokens}"]
         values += [f"actor_train.model_args.attn_implementation={attention}"]
         plan = make_plan(load_config(folder / "rlvr_config.yaml", values), Hardware(1, 8))
-        assert fits_devices(plan, 0.85 * device_gib)
+        assert not what_stops(plan, 0.85 * device_gib, elsewhere=True)
         cells += [f"{size / 2**30:.2f}" for size in needed_memory(plan).values()]
     assert f"| {' | '.join(cells)} |" in (folder / "README.md").read_text()
 
@@ -366,17 +366,31 @@ def test_a_run_that_may_fill_the_memory_is_a_warning(tmp_path: Path) -> None:
     assert not any("memory" in line for line in plan.stops)
 
 
-def test_neighbouring_devices_of_the_same_roles_are_one_row_and_no_name_is_cut(tmp_path: Path) -> None:
+def printed(plan: Plan, width: int) -> str:
     text = StringIO()
-    console = Console(file=text, width=80, highlight=False)
-    plan = make_plan(rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2"), SERVER)
-    with mock.patch("roll.plan.show.make_console", return_value=console):
+    with mock.patch("roll.plan.show.make_console", return_value=Console(file=text, width=width, highlight=False)):
         print_plan(plan)
-    printed = text.getvalue()
-    assert "actor_train ranks 0-15" in printed and "actor_infer engines 0-3" in printed
-    assert "megatron_train" in printed and "\u2026" not in printed
-    words = " ".join(printed.split())
-    assert all(warning in words for warning in plan.warnings)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_devices_are_ranges_and_no_word_is_cut_in_a_narrow_terminal(tmp_path: Path, width: int) -> None:
+    plan = make_plan(rlvr(tmp_path, "actor_infer.num_gpus_per_worker=2"), SERVER)
+    words, whole = (sorted(printed(plan, columns).replace("─", "").split()) for columns in (width, 1000))
+    assert words == whole
+    assert {"0-15", "0-1", "tp2", "megatron_train"} <= {*words}
+
+
+def test_warnings_of_one_kind_are_one_line_with_a_count_and_the_first() -> None:
+    moved = "a.b, c.d, e.f, g.h, i.j: is read under its name here; see the page"
+    dropped = [f"key{number}: has no effect: reason {number}" for number in range(6)]
+    other = "seed: 0 is read as 1"
+    assert fold([moved, dropped[0], other, *dropped[1:]]) == [
+        "a.b: is read under its name here; see the page; 4 more keys read under their names here: c.d, e.f, g.h, ...",
+        "key0: has no effect: reason 0; 5 more keys without effect: key1, key2, key3, ...",
+        other,
+    ]
+    assert fold(dropped[:3]) == dropped[:3]
 
 
 def test_an_item_of_several_lines_has_one_bullet(tmp_path: Path) -> None:

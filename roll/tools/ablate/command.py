@@ -16,7 +16,6 @@ from roll.base.terminal import EXIT_INTERRUPTED
 from roll.configs.pipeline import RLConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.pipeline import checkpoint
-from roll.plan.inputs import fetch_inputs
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import (
     lock_folder,
@@ -82,6 +81,8 @@ class Ablation:
         configs, warnings = check_grid(self.config, self.trials, self.out, self.overrides)
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+        from roll.plan.inputs import fetch_inputs
+
         for config in configs.values():
             fetch_inputs(config)  # a run writes names with their commit, which progress is compared with
         with lock_folder(self.out) as lock:
