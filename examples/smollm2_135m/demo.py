@@ -40,7 +40,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     given = [f"output_dir={out}/rlvr", f"seed={seed}", *overrides]
     given = [*pretrained(given), *given]
     run = stages.train(RECIPE, given)
-    draw_curves(out / "rlvr", out / "curves.png")
+    draw_curves([out / "rlvr"], out / "curves.png")
     show_answers(load_config(RECIPE, given), out / "answers.json")
     return stages.summarise(out, seed, start, None, run, "val/score")
 

@@ -35,7 +35,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     teacher = make_teacher(out, inputs)
     stages.heading("3/3  Distillation: the student answers, the teacher rates every token")
     distilled = stages.train(HERE / "distill_config.yaml", [f"output_dir={out}/distill", teacher, *inputs, *overrides])
-    draw_curves(out / "distill", out / "curves.png")
+    draw_curves([out / "distill"], out / "curves.png")
     return stages.summarise(out, seed, start, warm, distilled, "val/score")
 
 

@@ -43,7 +43,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     stages.heading("3/3  Reinforcement learning; the judge grades one domain")
     models = [f"pretrain={out}/sft/hf_model", f"judge.model_args.model_name_or_path={out}/judge/hf_model"]
     rl = stages.train(HERE / "rlvr_config.yaml", [*models, *_stage(out, "rlvr", "", seed), *overrides])
-    draw_curves(out / "rlvr", out / "curves.png")
+    draw_curves([out / "rlvr"], out / "curves.png")
     summary = stages.summarise(out, seed, start, warm, rl, "val/score")
     return summary | _by_domain(out, rl.validation)
 

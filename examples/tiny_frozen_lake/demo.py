@@ -28,7 +28,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
         seed: of the weights, the episodes, the maps and both runs.
         overrides: `key=value` for the reinforcement learning run.
     """
-    from roll.tools.show.command import ShowOptions, show
+    from roll.tools.show.command import show
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
@@ -37,8 +37,8 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     warm, inputs = warm_start(out, seed)
     stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang plays")
     rl = stages.train(HERE / "agentic_config.yaml", [f"output_dir={out}/agentic", *inputs, *overrides])
-    draw_curves(out / "agentic", out / "curves.png")
-    show(out / "agentic", ShowOptions(html=out / "last_step.html"))
+    draw_curves([out / "agentic"], out / "curves.png")
+    show(out / "agentic", html=out / "last_step.html")
     return stages.summarise(out, seed, start, warm, rl, "val/FrozenLake/success")
 
 

@@ -37,7 +37,7 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
     warm, inputs = warm_start(out, seed)
     stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
     rl = stages.train(HERE / "rlvr_config.yaml", [f"output_dir={out}/rlvr", *inputs, *overrides])
-    draw_curves(out / "rlvr", out / "curves.png")
+    draw_curves([out / "rlvr"], out / "curves.png")
     return stages.summarise(out, seed, start, warm, rl, "val/score")
 
 

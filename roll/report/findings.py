@@ -7,11 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import correlation, fmean, median, stdev
-from typing import Any, Literal
+from typing import Literal
 
 from roll.base.events import EVENTS_FILE
 from roll.report.read import DIED, Run
 from roll.report.text import Text, text
+from roll.tools.show.samples import sample_weight
 from roll.trackers.files import HEALTH_FILE
 
 MOST = 5
@@ -252,21 +253,6 @@ RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
     gradient_spike, few_samples, no_gradient, cut, drops, idle, slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
-
-
-def sample_weight(row: dict[str, Any]) -> float:
-    """Sum over its tokens of |advantage| (1 - probability).
-
-    The gradient of the logits of a token with log-prob l and coefficient A has a norm of |A| (1 - e^l) within sqrt(2).
-    """
-    return sum(token_weights(row))
-
-
-def token_weights(row: dict[str, Any]) -> list[float]:
-    """|advantage| (1 - probability) of each token of a sample."""
-    advantages = row.get("advantages") or []
-    log_probs = row.get("old_log_probs") or row.get("behavior_log_probs") or [-math.inf] * len(advantages)
-    return [abs(a) * (1 - math.exp(min(0.0, log_prob))) for a, log_prob in zip(advantages, log_probs, strict=False)]
 
 
 def digits(value: float) -> str:

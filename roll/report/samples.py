@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll.report.findings import sample_weight, token_weights
 from roll.report.read import Run
+from roll.tools.show.samples import sample_weight, token_weights
+from roll.tools.show.tokens import Pieces, model_pieces, token_numbers
 
 MOST_STEPS, MOST_GROUPS, MOST_ROWS, MOST_TOKENS, MOST_TURNS = 5, 12, 16, 4_000, 40
 """What of a run the page holds; how much was left out is said there."""
 
 HEAD_TOKENS = 600
 """Tokens of a response that are shown until the rest is asked for."""
-
-Pieces = Callable[[Sequence[int]], list[str]]
-"""f(token ids) -> the text of each; a character of several tokens belongs to the first of them."""
 
 
 def shown_steps(run: Run) -> list[int]:
@@ -102,29 +99,5 @@ def _rounded(value: Any) -> float | int | None:
 def token_pieces(run: Run) -> Pieces:
     """The texts of tokens by the tokenizer of the trained model; its numbers where there is none on this machine."""
     model = run.key("actor_train.model_args.model_name_or_path")
-    file = run.start / str(model) / "tokenizer.json"
-    return _pieces_of(file) if model and file.is_file() else lambda ids: [f"{token} " for token in ids]
-
-
-def _pieces_of(file: Path) -> Pieces:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def pieces(ids: Sequence[int]) -> list[str]:
-        found: list[str] = []
-        before: list[int] = []
-        pending: list[int] = []
-        for token in ids:
-            pending.append(token)
-            piece = decode([*before, *pending])[len(decode(before)) :] if before else decode(pending)
-            if piece.endswith("\ufffd") and len(pending) < 4:  # a part of a character
-                continue
-            found += [piece, *[""] * (len(pending) - 1)]
-            before, pending = [token], []
-        return found + [decode([token]) for token in pending]
-
-    return pieces
+    folder = run.start / str(model)
+    return model_pieces(str(folder)) if model and (folder / "tokenizer.json").is_file() else token_numbers

@@ -1,9 +1,10 @@
-"""`roll plot`: draws the curves of a run as a picture."""
+"""`roll plot`: draws the curves of a run, or those of several runs over each other, as a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from roll.base.errors import RunError
@@ -11,45 +12,56 @@ from roll.configs.trackers import METRICS_FILE
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, explain_write_errors
 
-PICTURE = "curves.png"
-"""File in the folder of the run, without --out."""
+PICTURE, COMPARISON = "curves.png", "compared.png"
+"""Files in the folder of the only or the first run, without --out."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of a run, finished or still running")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"PNG to write (default: RUN_DIR/{PICTURE})")
+    """Adds the arguments of `roll plot`."""
+    help_text = "output_dir of a run, finished or still running; several are compared"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=help_text)
+    help_text = f"PNG to write (default: RUN_DIR/{PICTURE}, or {COMPARISON} there for several)"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--title", metavar="TEXT", help="title of the picture (default: exp_name of the run)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(f"written: {plot(arguments.run, arguments.out, arguments.title)}")
+    print(f"written: {plot(arguments.runs, arguments.out, arguments.title)}")
     return 0
 
 
-def plot(folder: Path, out: Path | None = None, title: str | None = None) -> Path:
-    """Draws the curves of the run with this `output_dir` and returns the file.
+def plot(folders: Sequence[Path], out: Path | None = None, title: str | None = None) -> Path:
+    """Draws the curves of the runs with these `output_dir`s and returns the file.
 
     Raises:
-        ConfigError: the folder is not that of a run, or has no step yet, or the file cannot be written.
+        ConfigError: a folder is not that of a run, or has no step yet, or the file cannot be written.
     """
-    if not (folder / METRICS_FILE).is_file():
-        reason = f"has no {METRICS_FILE}" if folder.is_dir() else "is not a folder"
-        hint = (
-            "wait until the first step has finished"
-            if (folder / RUN_FILE).is_file()
-            else "give the output_dir of a run"
-        )
-        raise option_error("RUN_DIR", f"{folder} {reason}; {hint}")
-    out = out or folder / PICTURE
+    for folder in folders:
+        _check_run(folder)
+    one = len(folders) == 1
+    out = out or folders[0] / (PICTURE if one else COMPARISON)
     if out.suffix.lower() != ".png":
         raise option_error("--out", f"{out} must end in .png")
+    names = [_name(folder) for folder in folders]
+    if len({*names}) < len(names):
+        names = [str(folder) for folder in folders]
+    if title is None:
+        title = names[0] if one else ""
     from roll.trackers.curves import draw_curves  # imports matplotlib
 
     try:
         with explain_write_errors(out):
-            return draw_curves(folder, out, _name(folder) if title is None else title)
+            return draw_curves(folders, out, title, names)
     except (RunError, ValueError) as error:
         raise option_error("RUN_DIR" if isinstance(error, ValueError) else "--out", str(error)) from None
+
+
+def _check_run(folder: Path) -> None:
+    if not (folder / METRICS_FILE).is_file():
+        reason = f"has no {METRICS_FILE}" if folder.is_dir() else "is not a folder"
+        started = (folder / RUN_FILE).is_file()
+        hint = "wait until the first step has finished" if started else "give the output_dir of a run"
+        raise option_error("RUN_DIR", f"{folder} {reason}; {hint}")
 
 
 def _name(folder: Path) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from roll.trackers.files import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, PALE, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 GENERATION = (
@@ -32,6 +32,19 @@ LEARNING = (
 )
 """The other parts of a step, in order; the rest of `time/step` without `time/val` is overhead."""
 
+RUN_COLORS = ("#2563a8", "#e76f51", "#2a9d8f", "#b5651d", "#9d4edd", "#8ab17d", "#d1495b", "#5b6770")
+"""Colors of several runs or policy losses in one picture, in order; as many as there are policy losses."""
+
+PANELS = {
+    "rollout/reward_mean": ("Reward, mean of the batch", "#2563a8"),
+    "actor/loss": ("Training loss", "#2563a8"),
+    "val/score": ("Validation score", "#2a9d8f"),
+    "val/loss": ("Validation loss", "#2a9d8f"),
+    "rollout/response_length_mean": ("Response length, tokens", "#b5651d"),
+    "time/step": ("Time of a step without validation, seconds", "#2563a8"),
+}
+"""Metric -> title of its panel, and color of a single run; the training loss is drawn only without rewards."""
+
 OVERLAP = 1.1
 """Generation overlapped training if its total time exceeds the total time waiting for it by this factor."""
 
@@ -44,50 +57,65 @@ TIME_SMOOTHING_SHARE = 0.05
 Rows = list[dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One panel of the plot, drawn if the run has `metric`."""
-
-    metric: str
-    title: str
-    draw: Callable[[Axes, Rows, str], None]
-
-
-def draw_curves(run_dir: Path, out_png: Path, title: str = "") -> Path:
-    """Plots `run_dir`/metrics.jsonl to `out_png` and returns that path.
+def draw_curves(run_dirs: Sequence[Path], out_png: Path, title: str = "", names: Sequence[str] = ()) -> Path:
+    """Plots metrics.jsonl of one run, or of several with `names` over each other, to `out_png` and returns that path.
 
     Raises:
-        ValueError: the run logged none of the plotted metrics.
+        ValueError: the runs logged none of the plotted metrics.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    rows = read_metrics(run_dir / METRICS_FILE)
-    panels = [panel for panel in PANELS if _drawable(rows, panel.metric)]
-    if any(panel.metric == "rollout/reward_mean" for panel in panels):
-        panels = [panel for panel in panels if panel.metric != "actor/loss"]
-    if not panels:
-        raise ValueError(f"{run_dir / METRICS_FILE}: nothing to plot in {len(rows)} lines")
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.03)
-    figure = Figure(figsize=(5.2 * columns, 3.1 * lines + (0.4 if title else 0)), dpi=160, layout=spacing)
-    FigureCanvasAgg(figure)
+    runs = [_rows(folder / METRICS_FILE) for folder in run_dirs]
+    metrics = [metric for metric in PANELS if any(series(rows, metric)[0] for rows in runs)]
+    if "rollout/reward_mean" in metrics:
+        metrics = [metric for metric in metrics if metric != "actor/loss"]
+    if not metrics:
+        raise ValueError(f"{run_dirs[0] / METRICS_FILE}: nothing to plot in {len(runs[0])} lines")
+    columns, several = min(2, len(metrics)), len(runs) > 1
+    lines = -(-len(metrics) // columns)
+    figure = new_figure(5.2 * columns, 3.1 * lines + (0.4 if title or several else 0))
     if title:
         figure.suptitle(title, color=INK, fontsize=13, fontweight="bold", x=0.015, ha="left")
-    for number, panel in enumerate(panels):
+    for number, metric in enumerate(metrics):
         axes = figure.add_subplot(lines, columns, number + 1)
-        dress(axes, panel.title)
-        panel.draw(axes, rows, panel.metric)
+        name, color = PANELS[metric]
+        dress(axes, name)
+        if metric == "time/step" and not several:
+            _time(axes, runs[0])
+            continue
+        for rows, run_color in zip(runs, cycle(RUN_COLORS if several else [color]), strict=False):
+            _curve(axes, *series(rows, metric), run_color, validation=metric.startswith("val/"), single=not several)
+    if several:
+        _name_runs(figure, names)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out_png, facecolor="white")
     return out_png
 
 
-def _drawable(rows: Rows, name: str) -> bool:
-    """Whether a row has the metric; line 0 is the validation before training, whose time is not that of a step."""
-    return any(row.get(name) is not None for row in rows if row["step"] > 0 or name != "time/step")
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size, in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.03)
+    figure = Figure(figsize=(width, height), dpi=160, layout=layout)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _name_runs(figure: Figure, names: Sequence[str]) -> None:
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], color=color, label=name) for name, color in zip(names, cycle(RUN_COLORS), strict=False)]
+    figure.legend(handles=lines, loc="outside upper right", ncols=4, fontsize=8.5, frameon=False, labelcolor=INK)
+
+
+def _rows(file: Path) -> Rows:
+    """The lines of metrics.jsonl, step times without validation; line 0 is the validation before training."""
+    rows = read_metrics(file)
+    for row in rows:
+        if (seconds := row.pop("time/step", None)) is not None and row["step"] > 0:
+            row["time/step"] = seconds - (row.get("time/val") or 0.0)
+    return rows
 
 
 def smooth(values: list[float], share: float = SMOOTHING_SHARE) -> list[float]:
@@ -122,13 +150,19 @@ def dress(axes: Axes, title: str) -> None:
     axes.margins(x=0.02)
 
 
-def _trend(axes: Axes, rows: Rows, name: str, color: str = "#2563a8") -> None:
-    """Draws the values in a pale color, and their moving average with its last value as a label."""
-    steps, values = series(rows, name)
-    line = smooth(values)
-    axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
-    axes.plot(steps, line, color=color, linewidth=2.0, solid_capstyle="round")
+def _curve(axes: Axes, steps: list[int], values: list[float], color: str, validation: bool, single: bool) -> None:
+    """Draws scores of validations, or pale values and their moving average; the last value is a label."""
+    if not values:
+        return
+    line, marker = (values, "o") if validation else (smooth(values), "")
+    if not validation:
+        axes.plot(steps, values, color=color, alpha=0.28, linewidth=1.0)
+    axes.plot(steps, line, color=color, linewidth=2.0, marker=marker, markersize=4.5, markeredgecolor="white")
     _mark_end(axes, steps[-1], line[-1], color)
+    if validation and single and len(steps) > 1:
+        axes.axhline(values[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.annotate(f"before: {values[0]:.2f}", (steps[-1], values[0]), (0, 4), textcoords="offset points",
+                      ha="right", color=PALE, fontsize=8)  # fmt: skip
 
 
 def _mark_end(axes: Axes, step: int, value: float, color: str) -> None:
@@ -137,26 +171,14 @@ def _mark_end(axes: Axes, step: int, value: float, color: str) -> None:
                   fontweight="bold", annotation_clip=False)  # fmt: skip
 
 
-def _validation(axes: Axes, rows: Rows, name: str) -> None:
-    steps, values = series(rows, name)
-    color = "#2a9d8f"
-    axes.plot(steps, values, color=color, linewidth=2.0, marker="o", markersize=4.5, markeredgecolor="white")
-    _mark_end(axes, steps[-1], values[-1], color)
-    if len(steps) > 1:
-        axes.axhline(values[0], color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
-        axes.annotate(f"before: {values[0]:.2f}", (steps[-1], values[0]), (0, 4), textcoords="offset points",
-                      ha="right", color=PALE, fontsize=8)  # fmt: skip
-
-
-def _time(axes: Axes, rows: Rows, name: str) -> None:
+def _time(axes: Axes, rows: Rows) -> None:
     """Draws the stacked parts of every step, slightly smoothed and without validation."""
-    rows = [row for row in rows if row["step"] > 0 and row.get(name) is not None]
-    steps = [int(row["step"]) for row in rows]
+    rows = [row for row in rows if row.get("time/step") is not None]
+    steps, totals = series(rows, "time/step")
     overlapped = _overlapped(rows)
     stack = (WAITING if overlapped else GENERATION) + LEARNING
     parts = [([row.get(part) or 0.0 for row in rows], label, color) for part, label, color in stack]
     parts = [part for part in parts if any(part[0])]
-    totals = [row[name] - (row.get("time/val") or 0.0) for row in rows]
     spent = [sum(column) for column in zip(*(values for values, _, _ in parts), strict=True)] or [0.0] * len(rows)
     parts.append(([max(0.0, total - used) for total, used in zip(totals, spent, strict=True)], "other", "#cbd2d9"))
     areas = [smooth(values, TIME_SMOOTHING_SHARE) for values, _, _ in parts]
@@ -176,14 +198,3 @@ def _overlapped(rows: Rows) -> bool:
     waited = sum(row.get("time/wait_prev_gen") or 0.0 for row in rows)
     generated = sum((row.get("time/generate") or 0.0) + (row.get("time/reward") or 0.0) for row in rows)
     return "time/wait_prev_gen" in rows[-1] and generated > OVERLAP * waited
-
-
-PANELS = (
-    Panel("rollout/reward_mean", "Reward, mean of the batch", _trend),
-    Panel("actor/loss", "Training loss", _trend),
-    Panel("val/score", "Validation score", _validation),
-    Panel("val/loss", "Validation loss", _validation),
-    Panel("rollout/response_length_mean", "Response length, tokens", partial(_trend, color="#b5651d")),
-    Panel("time/step", "Time of a step without validation, seconds", _time),
-)
-"""The panels in order. The loss is drawn only without rewards, because a policy loss does not show progress."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from roll.cli import main
 from roll.trackers.files import JsonlTracker
@@ -32,6 +33,23 @@ def test_a_run_that_has_only_been_validated_is_drawn(tmp_path: Path) -> None:
     assert main(["plot", str(tmp_path)]) == 0
 
 
+def test_several_runs_are_drawn_over_each_other_with_a_legend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    first, second = (run_folder(tmp_path / name) for name in ("a", "b"))
+    assert main(["plot", str(first), str(second)]) == 0
+    assert capsys.readouterr().out == f"written: {first}/compared.png\n"
+    reward, seconds = figures[0].axes
+    colors = [{line.get_color() for line in axes.get_lines()} for axes in (reward, seconds)]
+    assert colors[0] == colors[1] and len(colors[0]) == 2
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [str(first), str(second)]
+    (second / "run.json").write_text('{"config": {"exp_name": "another"}}')
+    assert main(["plot", str(first), str(second)]) == 0
+    assert [text.get_text() for text in figures[1].legends[0].get_texts()] == ["my run", "another"]
+
+
 def test_the_picture_may_go_elsewhere(tmp_path: Path) -> None:
     assert main(["plot", str(run_folder(tmp_path / "run")), "--out", f"{tmp_path}/new/one.png", "--title", "mine"]) == 0
     assert (tmp_path / "new" / "one.png").exists()
@@ -41,6 +59,7 @@ def test_the_picture_may_go_elsewhere(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "RUN_DIR: nowhere is not a folder; give the output_dir of a run"),
+        (["run", "nowhere"], "RUN_DIR: nowhere is not a folder; give the output_dir of a run"),
         (["empty"], "RUN_DIR: empty has no metrics.jsonl; give the output_dir of a run"),
         (["early"], "RUN_DIR: early has no metrics.jsonl; wait until the first step has finished"),
         (["dull"], "RUN_DIR: dull/metrics.jsonl: nothing to plot in 1 lines"),

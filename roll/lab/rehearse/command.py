@@ -21,7 +21,7 @@ from roll.loading.load import build_config, load_config
 from roll.models.families.hf_config import UnsupportedModel
 from roll.plan.hardware import prepare_run
 from roll.tools.processes import CONSOLE_LOG
-from roll.tools.show.command import tokenizer_decode
+from roll.tools.show.tokens import model_pieces
 from roll.tools.terminal import integer, option_error
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not all(record.finished for record in records):
         console.print(cause_of_failure(out / CONSOLE_LOG), style="red", markup=False, soft_wrap=True)
     console.print(tables(made, rehearsal.changes))
-    view = sample_view(small, records[0], tokenizer_decode(small.actor_train.model_args.model_name_or_path))
+    view = sample_view(small, records[0], model_pieces(small.actor_train.model_args.model_name_or_path))
     if view is not None:
         console.print("", view)
     say(f"{verdict(made)}; the run is in {out}: {CONFIG_FILE}, {REPORT_FILE}, {CONSOLE_LOG}, run/")

@@ -25,8 +25,9 @@ from roll.lab.rehearse.runs import RunRecord
 from roll.lab.rehearse.shrink import Change
 from roll.lab.rehearse.sizes import Placement
 from roll.tools.show.formatting import format_number, sanitize
-from roll.tools.show.layout import MODEL_STYLE, OBSERVATION_STYLE, Decode, step_view
+from roll.tools.show.layout import MODEL_STYLE, OBSERVATION_STYLE, step_view
 from roll.tools.show.samples import SampleGroup, groups_of
+from roll.tools.show.tokens import Pieces
 
 CPU_LIMITS = (
     "memory: whether weights, optimizer, activations and KV cache fit a GPU (`roll plan` estimates it)",
@@ -240,7 +241,7 @@ def _shown(value: Any, none: str = "null") -> str:
     return text if len(text) <= VALUE_WIDTH else f"{text[: VALUE_WIDTH - 3]}..."
 
 
-def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> RenderableType | None:
+def sample_view(small: BaseConfig, run: RunRecord, pieces: Pieces) -> RenderableType | None:
     """In full, the best sample of a group, or one example of what is learned; None if there is none."""
     if not isinstance(small, RLConfig):
         return _example_view(small)
@@ -249,7 +250,7 @@ def sample_view(small: BaseConfig, run: RunRecord, decode: Decode) -> Renderable
         return None
     best = max(groups[0].samples, key=lambda sample: sample.score)
     group = SampleGroup(groups[0].number, [best])
-    return Group(Text("One sample in full", "bold"), step_view(max(run.samples), [group], None, decode, whole=True))
+    return Group(Text("One sample in full", "bold"), step_view(max(run.samples), [group], None, pieces, whole=True))
 
 
 def _example_view(small: BaseConfig) -> RenderableType:

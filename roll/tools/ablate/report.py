@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from roll.tools.ablate.grid import Trial, format_exact
-from roll.trackers.curves import INK, dress
+from roll.trackers.curves import INK, RUN_COLORS, dress, new_figure
 
 Status = Literal["finished", "failed", "unfinished"]
 """State of a trial; `unfinished` is interrupted or not started."""
 
 MetricLines = Sequence[Mapping[str, float | None]]
 """Lines of a metrics.jsonl."""
-
-VARIANT_COLORS = ("#2563a8", "#e76f51", "#2a9d8f", "#b5651d", "#9d4edd", "#8ab17d", "#d1495b", "#5b6770")
-"""Line colors of the variants, in order; as many as there are policy losses."""
 
 Band = tuple[list[int], list[float], list[float], list[float]]
 """Steps, and the minimum, mean and maximum score over seeds at each."""
@@ -212,18 +209,12 @@ def plot_curves(results: Sequence[TrialResult], out_png: Path) -> Path | None:
 
     Returns None if no trial with a curve has finished.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     results = [result for result in results if result.curve and result.status == "finished"]
     if not results:
         return None
     ratios = sorted({result.ratio for result in results})
     variants = list(dict.fromkeys(result.variant for result in results))
-    spacing = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-    figure = Figure(figsize=(4.6 * len(ratios) + 1.4, 3.6), dpi=160, layout=spacing)
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.6 * len(ratios) + 1.4, 3.6)
     axes = None
     for panel, ratio in enumerate(ratios):
         axes = figure.add_subplot(1, len(ratios), panel + 1, sharey=axes)
@@ -233,7 +224,7 @@ def plot_curves(results: Sequence[TrialResult], out_png: Path) -> Path | None:
             if not group:
                 continue
             steps, low, mean, high = seed_band(group)
-            color = VARIANT_COLORS[index % len(VARIANT_COLORS)]
+            color = RUN_COLORS[index % len(RUN_COLORS)]
             axes.plot(steps, mean, color=color, linewidth=2.0, marker="o", markersize=3.5, label=variant)
             if len(group) > 1:
                 axes.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)

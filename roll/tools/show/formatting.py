@@ -80,13 +80,13 @@ def sanitize_line(text: str, style: str = "") -> Text:
     return sanitized.append(f"... {omitted:,} characters omitted", OMITTED_STYLE) if omitted > 0 else sanitized
 
 
-def sanitize_short(text: str, style: str = "") -> Text:
-    """The sanitized text; the middle of a long text is replaced by the number of characters omitted."""
-    head, omitted, tail = shorten(text)
+def cut_middle(text: Text) -> Text:
+    """The text; the middle of a long one is replaced by the number of characters omitted."""
+    head, omitted, _ = shorten(text.plain)
     if not omitted:
-        return sanitize(text, style)
+        return text
     gap = Text(f"\n... {omitted:,} characters omitted ...\n", OMITTED_STYLE)
-    return Text.assemble(sanitize(head, style), gap, sanitize(tail, style))
+    return Text.assemble(text[: len(head)], gap, text[len(head) + omitted :])
 
 
 def shorten(text: str) -> tuple[str, int, str]:

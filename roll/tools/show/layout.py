@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.tools.show.formatting import (
+    cut_middle,
     format_advantage,
     format_count,
     format_number,
@@ -18,12 +20,9 @@ from roll.tools.show.formatting import (
     format_versions,
     sanitize,
     sanitize_line,
-    sanitize_short,
 )
 from roll.tools.show.samples import SampleGroup, ShownEpisode, ShownSample, ShownTurn
-
-Decode = Callable[[Sequence[int]], str]
-"""f(token ids) -> text."""
+from roll.tools.show.tokens import Pieces
 
 MAX_MAP_WIDTH = 60
 """Maximum columns of a map, so that a second map fits next to it."""
@@ -38,83 +37,118 @@ STOP_REASONS = {
 OBSERVATION_STYLE, MODEL_STYLE, CHANGED_STYLE = "cyan", "green", "bold reverse"
 """Styles of observations, of texts of the model, and of map cells that a move changed."""
 
+STRENGTHS = ((0.5, "bold reverse"), (0.1, "bold"), (0.01, ""))
+"""Least weight in the gradient, as a fraction of the largest of a token of the step, and what is added to the style."""
+
+LEGEND = Text.from_markup(
+    "tokens that the step makes [green]more[/] or [red]less[/] likely; [bold reverse green]most of the gradient[/]\n"
+)
+"""Explains the styles of tokens."""
+
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of models and environments, the middle of a long one left out unless they are shown as a `whole`."""
+    """Texts of models and environments; `most` is the largest weight of a token of the step in the gradient."""
 
-    decode: Decode
-    whole: bool = False
+    pieces: Pieces
+    whole: bool
+    most: float
 
     def show(self, text: str | Sequence[int], style: str) -> Text:
         """A text, or that of token ids."""
-        text = text if isinstance(text, str) else self.decode(text)
-        return sanitize(text, style) if self.whole else sanitize_short(text, style)
+        return self._cut(sanitize(text if isinstance(text, str) else "".join(self.pieces(text)), style))
+
+    def show_response(self, sample: ShownSample) -> Text:
+        """A response, its tokens in styles by their weight in the gradient."""
+        pieces, shown = self.pieces(sample.response_ids), Text()
+        for piece, advantage, weight in zip_longest(pieces, sample.advantages, sample.weights):
+            shown.append(sanitize(piece or "", self._token_style(advantage or 0.0, weight or 0.0)))
+        return self._cut(shown)
+
+    def _token_style(self, advantage: float, weight: float) -> str:
+        strengths = [style for least, style in STRENGTHS if weight > 0 and weight >= least * self.most]
+        return f"{strengths[0]} {'green' if advantage > 0 else 'red'}" if strengths else ""
+
+    def _cut(self, text: Text) -> Text:
+        return text if self.whole else cut_middle(text)
 
 
 def step_view(
-    step: int, groups: Sequence[SampleGroup], limit: int | None, decode: Decode, whole: bool = False
+    step: int, groups: Sequence[SampleGroup], limit: int | None, pieces: Pieces, whole: bool = False
 ) -> RenderableType:
-    """Samples of a step, group by group, at most `limit` over all groups; `whole` leaves out nothing of a long text."""
-    texts = Texts(decode, whole)
-    total = sum(len(group.samples) for group in groups)
-    noun = "sample" if any(sample.episode is None for group in groups for sample in group.samples) else "trajectory"
-    head = f"step {step}: {format_count(total, noun)} in {format_count(len(groups), 'group')}\n"
-    parts: list[RenderableType] = [Text(head, "bold")]
-    left = total if limit is None else limit
-    for group in groups:
-        if left > 0:
-            parts.append(_group_view(group, left, texts))
-        left -= len(group.samples)
-    if left < 0:
-        parts.append(Text(f"{format_count(-left, noun)} not shown; use --limit or --group to see more", "yellow"))
+    """Samples of a step, those with most weight in the gradient first, equal ones once; `limit` is over all groups.
+
+    `whole` leaves out nothing of a long text.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    texts = Texts(pieces, whole, max((weight for sample in samples for weight in sample.weights), default=0.0))
+    noun = "sample" if any(sample.episode is None for sample in samples) else "trajectory"
+    head = f"step {step}: {format_count(len(samples), noun)} in {format_count(len(groups), 'group')}"
+    if texts.most > 0:
+        head += f", {sum(sample.weight > 0 for sample in samples):,} with a gradient"
+    parts: list[RenderableType] = [Text(f"{head}\n", "bold")]
+    total = sum(sample.weight for sample in samples) if len(groups) > 1 else 0.0
+    left, hidden = limit, len(samples)
+    for group in sorted(groups, key=lambda group: -group.weight):
+        shown = group.distinct()[:left]
+        if shown:
+            parts.append(_group_view(group, shown, group.weight / total if total else None, texts))
+        left = None if left is None else left - len(shown)
+        hidden -= sum(map(len, shown))
+    if hidden:
+        parts.append(Text(f"{format_count(hidden, noun)} not shown; use --limit or --group to see more", "yellow"))
     return Group(*parts)
 
 
-def _group_view(group: SampleGroup, limit: int, texts: Texts) -> RenderableType:
-    first, shown = group.samples[0], group.samples[:limit]
-    parts: list[RenderableType] = [_group_header(group)]
+def _group_view(
+    group: SampleGroup, shown: Sequence[Sequence[ShownSample]], share: float | None, texts: Texts
+) -> RenderableType:
+    first = group.samples[0]
+    parts: list[RenderableType] = [_group_header(group, share)]
     if first.episode is None and all(sample.prompt_ids == first.prompt_ids for sample in group.samples):
         parts.append(Padding(texts.show(first.prompt_ids, OBSERVATION_STYLE), (0, 0, 1, 2), expand=False))
-    for sample in shown:
-        parts.append(
-            _response_view(sample, texts) if sample.episode is None else _episode_view(sample, sample.episode, texts)
-        )
+    for equal in shown:
+        sample = equal[0]
+        count = f"{len(equal)} x " if len(equal) > 1 else ""
+        head = Text.assemble((count, "bold"), sanitize_line(sample.id, "bold"))
+        if (episode := sample.episode) is None:
+            parts.append(_response_view(head, sample, texts))
+        else:
+            parts.append(_episode_view(head, sample, episode, texts))
     return Group(*parts)
 
 
-def _group_header(group: SampleGroup) -> Text:
-    episode = group.samples[0].episode
-    name = Text(f" group {group.number} ", "bold white on blue")
+def _group_header(group: SampleGroup, share: float | None) -> Text:
     first = group.samples[0]
-    if episode is not None:
-        problem = [Text.assemble(sanitize_line(episode.tag), f"  seed {episode.seed}")]
+    name = Text(f" group {group.number} ", "bold white on blue")
+    if first.episode is not None:
+        problem = [Text.assemble(sanitize_line(first.episode.tag), f"  seed {first.episode.seed}")]
     else:
         problem = [Text.assemble("prompt ", sanitize_line(first.prompt_id))]
     if first.ground_truth is not None:
         problem.append(Text.assemble("ground truth ", sanitize_line(str(first.ground_truth), OBSERVATION_STYLE)))
-    scores = Text(f"scores {format_scores(group.scores)}")
-    return Text("  ").join([name, *problem, scores, format_advantage(group.advantage, "mean advantage")])
+    scores = [Text(f"scores {format_scores(group.scores)}"), format_advantage(group.advantage, "mean advantage")]
+    learned = [] if share is None else [Text(f"gradient {share:.1%}")]
+    return Text("  ").join([name, *learned, *problem, *scores])
 
 
-def _response_view(sample: ShownSample, texts: Texts) -> RenderableType:
-    head = Text("  ").join(
+def _response_view(head: Text, sample: ShownSample, texts: Texts) -> RenderableType:
+    line = Text("  ").join(
         [
-            sanitize_line(sample.id, "bold"),
+            head,
             Text(f"score {format_number(sample.score)}", "bold"),
             format_advantage(sample.advantage),
             format_versions(sample.versions),
             Text(f"{len(sample.response_ids)} tokens", "dim"),
         ]
     )
-    text = Padding(texts.show(sample.response_ids, MODEL_STYLE), (0, 0, 1, 2), expand=False)
-    return Padding(Group(head, text), (0, 0, 0, 2), expand=False)
+    text = Padding(texts.show_response(sample), (0, 0, 1, 2), expand=False)
+    return Padding(Group(line, text), (0, 0, 0, 2), expand=False)
 
 
-def _episode_view(sample: ShownSample, episode: ShownEpisode, texts: Texts) -> RenderableType:
+def _episode_view(head: Text, sample: ShownSample, episode: ShownEpisode, texts: Texts) -> RenderableType:
     """Header, turns, and a line with score, stop reason and metrics."""
-    head = Text.assemble(sanitize_line(sample.id, "bold"), "  ", format_advantage(sample.advantage))
-    parts: list[RenderableType] = [head]
+    parts: list[RenderableType] = [Text.assemble(head, "  ", format_advantage(sample.advantage))]
     outcome_in_map = False
     for index, turn in enumerate(episode.turns):
         last = index + 1 == len(episode.turns)

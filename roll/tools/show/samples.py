@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,6 @@ from typing import Any
 from roll.base.errors import ConfigError
 from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE, read_samples
-
-
-@dataclass(frozen=True)
-class RunDump:
-    """Where a run wrote its samples.
-
-    `folder` has one file per step, `model` is the folder of the trained model, or None.
-    """
-
-    folder: Path
-    model: str | None
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,7 @@ class ShownSample:
     Attributes:
         prompt_id: of the prompt, or of the environment and its seed.
         advantages: one per trained token; empty if the dump has none.
+        weights: of trained tokens in the gradient (see `token_weights`).
         versions: weight versions that generated it, without duplicates.
         response_ids: tokens of the response, or of all answers of a trajectory.
         episode: the trajectory; None for a response.
@@ -68,6 +59,7 @@ class ShownSample:
     ground_truth: Any
     score: float
     advantages: Sequence[float]
+    weights: Sequence[float]
     versions: Sequence[int]
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -77,6 +69,17 @@ class ShownSample:
     def advantage(self) -> float | None:
         """Mean over trained tokens."""
         return _mean(self.advantages)
+
+    @property
+    def weight(self) -> float:
+        """Of all its tokens in the gradient."""
+        return sum(self.weights)
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What equal responses or trajectories have in common."""
+        read = [(turn.observation, turn.text) for turn in self.episode.turns] if self.episode else []
+        return (self.score, *self.response_ids, *read)
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,21 @@ class SampleGroup:
         """Mean over the trained tokens of all samples."""
         return _mean([value for sample in self.samples for value in sample.advantages])
 
+    @property
+    def weight(self) -> float:
+        """Of all its samples in the gradient."""
+        return sum(sample.weight for sample in self.samples)
 
-def find_dump(run: Path) -> RunDump:
-    """Finds the samples of a run from its run.json, which exists as soon as the run has started.
+    def distinct(self) -> list[list[ShownSample]]:
+        """Equal samples together, those with the most weight first."""
+        equal: dict[tuple[object, ...], list[ShownSample]] = {}
+        for sample in self.samples:
+            equal.setdefault(sample.content, []).append(sample)
+        return sorted(equal.values(), key=lambda same: -sum(sample.weight for sample in same))
+
+
+def find_dump(run: Path) -> tuple[Path, str | None]:
+    """The folder with the samples of a run, and its model, from its run.json, which a run writes as it starts.
 
     Raises:
         ConfigError: the folder is not the `output_dir` of a run, or the run does not write samples.
@@ -122,7 +137,7 @@ def find_dump(run: Path) -> RunDump:
         )
     start = working_directory(run, output_dir)
     local = None if model is None else start / model
-    return RunDump(start / dump_dir, str(local) if local is not None and local.is_dir() else model)
+    return start / dump_dir, str(local) if local is not None and local.is_dir() else model
 
 
 def working_directory(run: Path, output_dir: str) -> Path:
@@ -185,6 +200,21 @@ def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     return [SampleGroup(number, [_sample(rows) for rows in samples.values()]) for number, samples in groups.items()]
 
 
+def sample_weight(row: Mapping[str, Any]) -> float:
+    """Sum of `token_weights` of a row."""
+    return sum(token_weights(row))
+
+
+def token_weights(row: Mapping[str, Any]) -> list[float]:
+    """|advantage| (1 - probability) of each trained token of a row: its weight in the gradient.
+
+    The gradient of the logits of a token with log-prob l and coefficient A has a norm of |A| (1 - e^l) within sqrt(2).
+    """
+    advantages = row.get("advantages") or []
+    log_probs = row.get("old_log_probs") or row.get("behavior_log_probs") or [-math.inf] * len(advantages)
+    return [abs(a) * (1 - math.exp(min(0.0, log_prob))) for a, log_prob in zip(advantages, log_probs, strict=False)]
+
+
 def _sample(rows: Sequence[Mapping[str, Any]]) -> ShownSample:
     """The sample of a response (one row) or a trajectory (one row, or one per turn)."""
     first = rows[0]
@@ -193,7 +223,8 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> ShownSample:
         prompt_id=str(first["prompt_id"]),
         ground_truth=first["ground_truth"],
         score=float(first["score"]),
-        advantages=[value for row in rows for value in row.get("advantages", [])],
+        advantages=[value for row in rows for value in row.get("advantages") or []],
+        weights=[weight for row in rows for weight in token_weights(row)],
         versions=sorted({version for row in rows for version in row.get("weight_version", [])}),
         prompt_ids=first["prompt_ids"],
         response_ids=[token for row in rows for token in row["response_ids"]],

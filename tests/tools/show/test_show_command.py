@@ -79,7 +79,7 @@ def test_responses_are_token_ids_without_a_tokenizer(tmp_path: Path, capsys: pyt
     assert "showing token ids, no tokenizer: pretrain is not set" in output
     assert "group 0   prompt train-31  ground truth 19  scores 0 1, mean 0.5" in output
     assert "train-31  score 0  advantage -0.500  version 4  3 tokens\n    1 2 3 " in output
-    assert "... 999 characters omitted ..." in output
+    assert "... 1,000 characters omitted ..." in output
 
 
 def test_responses_are_decoded_with_the_tokenizer_of_the_run(

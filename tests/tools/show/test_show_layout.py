@@ -10,10 +10,10 @@ from rich.text import Text
 
 from roll.configs.environments import SampleBy
 from roll.rollout.types import Group
-from roll.tools.show.command import token_numbers
-from roll.tools.show.formatting import sanitize, sanitize_line, sanitize_short, shorten
-from roll.tools.show.layout import CHANGED_STYLE, is_map, map_text, step_view
-from roll.tools.show.samples import SampleGroup, read_groups
+from roll.tools.show.formatting import cut_middle, sanitize, sanitize_line, shorten
+from roll.tools.show.layout import CHANGED_STYLE, Texts, is_map, map_text, step_view
+from roll.tools.show.samples import SampleGroup, groups_of, read_groups
+from roll.tools.show.tokens import token_numbers
 from tests.tools.show.dumped_runs import RIGHT, START, agentic_run, lake_groups, trajectory
 
 
@@ -34,11 +34,15 @@ def shown(folder: Path, *arguments: Group, limit: int | None = None, sample_by: 
 
 
 def test_trajectory_is_shown_turn_by_turn_with_the_map_before_and_after(tmp_path: Path) -> None:
-    assert shown(tmp_path)[:13] == [
-        "step 1: 3 trajectories in 2 groups",
+    output = shown(tmp_path)
+    assert output[:4] == [
+        "step 1: 3 trajectories in 2 groups, 3 with a gradient",
         "",
-        " group 0   FrozenLake  seed 77  scores 1 -0.01, mean 0.495  mean advantage -0.005",
-        "  FrozenLake-12-0  advantage +0.500",
+        " group 0   gradient 89.0%  FrozenLake  seed 77  scores 1 -0.01, mean 0.495  mean advantage -0.005",
+        "  FrozenLake-12-1  advantage -0.510",
+    ]
+    start = output.index("  FrozenLake-12-0  advantage +0.500")
+    assert output[start + 1 : start + 10] == [
         "    turn 1  reward 0  version 3",
         "      P__  ->  _P_  I go <answer>Right</answer>",
         "      _O_      _O_",
@@ -65,6 +69,32 @@ def test_turns_that_were_samples_are_joined_into_a_trajectory(tmp_path: Path) ->
     first = by_step[0].samples[0]
     assert first.episode is not None and [turn.observation for turn in first.episode.turns] == [START, RIGHT]
     assert [turn.advantage for turn in first.episode.turns] == [0.5, 0.5]
+
+
+def sample(
+    name: str, response: list[int], advantage: float, log_prob: float = -1.0, group: int = 0
+) -> dict[str, object]:
+    tokens = {"advantages": [advantage] * len(response), "behavior_log_probs": [log_prob] * len(response)}
+    row = {"id": name, "prompt_id": name, "ground_truth": None, "group": group, "score": advantage, "prompt_ids": [9]}
+    return {**row, "response_ids": response, "weight_version": [1] * len(response), **tokens}
+
+
+def test_groups_stand_by_their_share_of_the_gradient_and_equal_responses_are_shown_once() -> None:
+    """The gradient is in |advantage| (1 - probability): unlikely tokens have nearly all of it, and sure ones little."""
+    rows = [sample("none", [1], 0.0), sample("sure", [2], 1.0, -0.001, 1), sample("sure", [3], -1.0, -0.001, 1)]
+    rows += [sample("alike", [4, 5], 1.0, -3.0, 2)] * 3 + [sample("other", [6], -1.0, -9.0, 2)]
+    output = lines(step_view(1, groups_of(rows), 3, token_numbers))
+    assert output[0] == "step 1: 7 samples in 3 groups, 6 with a gradient"
+    heads = [line.strip().split("  ")[0] for line in output[:-2] if "scores " in line or " score " in line]
+    assert heads == ["group 2", "3 x alike", "other", "group 1", "sure"]
+    assert output[-2] == "2 samples not shown; use --limit or --group to see more"
+
+
+def test_tokens_are_tinted_by_their_weight_in_the_gradient() -> None:
+    rows = [sample("up", [7], 1.0, -9.0), sample("down", [8], -0.2, -9.0), sample("flat", [9], 0.0)]
+    texts = Texts(token_numbers, whole=False, most=1.0)
+    shown_styles = [texts.show_response(each).spans for each in groups_of(rows)[0].samples]
+    assert [[span.style for span in spans] for spans in shown_styles] == [["bold reverse green"], ["bold red"], []]
 
 
 def test_limit_counts_over_groups_and_reports_what_is_omitted(tmp_path: Path) -> None:
@@ -101,12 +131,12 @@ def test_omitted_characters_of_a_long_text_are_counted(text: str) -> None:
     head, omitted, tail = shorten(text)
     assert omitted > 0 and len(head) + omitted + len(tail) == len(text)
     assert text.startswith(head) and text.endswith(tail) and (head + tail).count("\n") <= 40
-    assert f"... {omitted:,} characters omitted ..." in sanitize_short(text).plain
+    assert f"... {omitted:,} characters omitted ..." in cut_middle(sanitize(text)).plain
 
 
 @pytest.mark.parametrize("text", ["", "short", "a" * 2000, "b\n" * 39])
 def test_short_text_is_unchanged(text: str) -> None:
-    assert sanitize_short(text).plain == text
+    assert cut_middle(sanitize(text)).plain == text
 
 
 def test_name_stays_on_one_line() -> None:
