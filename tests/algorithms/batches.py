@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,6 +51,39 @@ def pad(batch: Batch, columns: int, fill: float = 123.0) -> Batch:
         return torch.cat([tensor, tensor.new_full((tensor.shape[0], columns), value)], dim=1)
 
     return {name: wider(name, tensor) for name, tensor in batch.items()}
+
+
+SPLITS = [
+    [[0, 1, 2, 3, 4, 5, 6, 7]],
+    [[0, 2, 4, 6], [1, 3, 5, 7]],
+    [[i] for i in range(8)],
+    [[5], [1, 0, 7], [2, 3, 4, 6]],
+]
+"""Divisions of eight samples over ranks and micro-batches."""
+
+PAIR_SPLITS = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 7], [0, 1], [4, 5, 2, 3]]]
+"""The same of four pairs."""
+
+
+def check_split(
+    evaluate: Callable[[Batch], Any], batch: Batch, split: list[list[int]], padding: int, wider: Any = pad
+) -> None:
+    """The parts of a batch, padded, have its gradients; their losses and metrics add up to its own.
+
+    `evaluate` gives a loss, its gradients [b, T, ...], and metrics.
+    """
+    loss, *gradients, metrics = evaluate(batch)
+    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
+    for indices in split:
+        part, *of_part, reported = evaluate(wider(rows(batch, indices), padding))
+        for whole, own in zip(gradients, of_part, strict=True):
+            width = whole.shape[1]
+            torch.testing.assert_close(own[:, :width], whole[indices])
+            assert own[:, width:].abs().sum() == 0
+        total += part
+        for name, value in reported.items():
+            sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value
+    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
 
 
 DRAWS = range(12)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,6 @@ from roll.algorithms.advantages import (
     read_greedy,
 )
 from roll.algorithms.estimators import ADV_ESTIMATORS
-from roll.algorithms.estimators.best_of_k import best_of_k
 from roll.algorithms.options.shaping_options import SampleMaskOptions
 from roll.algorithms.returns import return_to_go, token_rewards
 from roll.algorithms.shaping import overlong_penalty
@@ -52,13 +49,6 @@ def per_sample(result):
     return result.advantages[:, 1].tolist()
 
 
-def test_grpo_normalizes_within_the_group():
-    result = compute_advantages(SCORES, GROUPS, MASK, GRPO)
-    assert per_sample(result) == pytest.approx([2**-0.5, -(2**-0.5), -(2**-0.5), 2**-0.5], abs=1e-5)
-    assert (result.advantages[MASK == 0] == 0).all()
-    assert result.returns[0].tolist() == [0, 1, 1, 0]
-
-
 def test_grpo_without_the_std_only_subtracts_the_mean():
     result = compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, grpo_norm_by_std=False))
     assert per_sample(result) == [0.5, -0.5, -2.0, 2.0]
@@ -77,12 +67,6 @@ def test_a_group_with_zero_variance_after_clipping_is_counted():
     result = compute_advantages(scores, groups, MASK, replace(GRPO, reward_clip=1.0))
     assert (result.advantages[:2] == 0).all() and (result.advantages[2:] != 0).any()
     assert result.metrics["advantage/zero_variance_groups"] == 1
-
-
-def test_reinforce_discounts_the_return_to_go():
-    result = compute_advantages(SCORES, GROUPS, MASK, REINFORCE)
-    assert result.advantages[0].tolist() == [0, 0.5, 1.0, 0]
-    assert result.advantages[3].tolist() == [0, 3.0, 6.0, 0]
 
 
 @pytest.mark.parametrize(
@@ -106,19 +90,9 @@ def estimate(name, **settings):
     return compute_advantages(SCORES, GROUPS, MASK, config, **GIVEN)
 
 
-def test_rloo_compares_with_the_other_responses_of_the_group():
-    result = estimate("rloo")
-    assert per_sample(result) == pytest.approx([1.0 - 0.0, 0.0 - 1.0, 2.0 - 6.0, 6.0 - 2.0])
-    assert result.returns[0].tolist() == [0, 1, 1, 0]
-    three = compute_advantages(SCORES, torch.tensor([0, 0, 0, 1]), MASK, replace(GRPO, adv_estimator="rloo"))
-    assert per_sample(three) == pytest.approx([1.0 - 1.0, 0.0 - 1.5, 2.0 - 0.5, 0.0], abs=1e-6)
-
-
-def test_remax_compares_with_the_greedy_response_to_the_prompt():
-    result = estimate("remax")
-    assert per_sample(result) == [0.5, -0.5, -1.0, 3.0]
-    assert all(len(set(row[mask == 1].tolist())) == 1 for row, mask in zip(result.advantages, MASK, strict=True))
-    assert result.returns[0].tolist() == [0, 1, 1, 0], "a return has no baseline"
+@pytest.mark.parametrize("name", ["grpo", "rloo", "remax", "reinforce_plus_plus"])
+def test_a_return_has_no_baseline(name):
+    assert estimate(name).returns[0].tolist() == [0, 1, 1, 0]
 
 
 def test_remax_of_one_response_to_each_prompt_has_a_gradient():
@@ -152,64 +126,6 @@ def test_greedy_responses_are_read_from_a_batch_that_has_them():
     assert read_greedy({"scores": SCORES, **vars(GREEDY)}) == GREEDY
 
 
-def test_opo_weighs_the_baseline_by_length():
-    result = per_sample(compute_advantages(SCORES, GROUPS, MASK, replace(GRPO, adv_estimator="opo")))
-    assert result == pytest.approx([1 - 2 / 5, -2 / 5, 2 - (2 + 2 * 6) / 3, 6 - (2 + 2 * 6) / 3])
-
-
-def test_gpg_makes_up_for_groups_without_a_gradient():
-    config, mask = replace(GRPO, adv_estimator="gpg"), torch.ones(6, 4)
-    scores, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1, 2, 2])
-    assert per_sample(compute_advantages(scores, groups, mask, config)) == pytest.approx([1.5, -1.5, 0, 0, 0, 0])
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 9])
-def test_pass_at_k_is_the_mean_over_all_sets_of_k_responses(k):
-    generator = torch.Generator().manual_seed(k)
-    scores = torch.cat([torch.rand(5, generator=generator), torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 7.0, 7.0])])
-    groups = torch.tensor([4] * 5 + [1] * 6 + [0] * 2)
-    expected = torch.zeros(len(scores), dtype=torch.float64)
-    for group in (4, 1):
-        members = (groups == group).nonzero().flatten().tolist()
-        sets = list(itertools.combinations(members, min(k, len(members))))
-        best = torch.tensor([max(float(scores[i]) for i in each) for each in sets], dtype=torch.float64)
-        std = best.std(correction=0)
-        for member in members:
-            own = best[[member in each for each in sets]]
-            expected[member] = (own.mean() - best.mean()) / (std + 1e-6) if std > 1e-6 else 0.0
-    torch.testing.assert_close(best_of_k(scores, groups, k).double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_pass_at_k_of_scores_of_0_and_1_in_closed_form():
-    config = replace(GRPO, adv_estimator="pass_at_k", pass_k=2)
-    scores, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.int64)
-    result = per_sample(compute_advantages(scores, groups, torch.ones(4, 4), config))
-    mean = 1 - math.comb(3, 2) / math.comb(4, 2)
-    std = math.sqrt(mean * (1 - mean))
-    wrong = 1 - mean - math.comb(2, 1) / math.comb(3, 1)
-    assert result == pytest.approx([(1 - mean) / std, *[wrong / std] * 3], abs=1e-5)
-
-
-def test_lite_ppo_divides_by_the_std_of_the_batch():
-    deviation = SCORES.std().item()
-    assert per_sample(estimate("lite_ppo")) == pytest.approx([x / deviation for x in (0.5, -0.5, -2.0, 2.0)], abs=1e-5)
-
-
-def test_reinforce_plus_plus_whitens_the_return_to_go_over_the_tokens_of_the_batch():
-    result = estimate("reinforce_plus_plus", gamma=0.5)
-    returns = torch.tensor([0.5, 1.0, 0.0, 0.0, 0.0, 2.0, 3.0, 6.0])
-    expected = (returns - returns.mean()) / (returns.std() + 1e-6)
-    assert result.advantages[MASK.bool()].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-    assert result.returns[MASK.bool()].tolist() == returns.tolist()
-
-
-def test_reinforce_plus_plus_baseline_whitens_scores_minus_the_group_mean():
-    centred = torch.tensor([0.5, 0.5, -0.5, -0.5, -0.5, -2.0, 2.0, 2.0])
-    expected = (centred - centred.mean()) / (centred.std() + 1e-6)
-    result = estimate("reinforce_plus_plus_baseline")
-    assert result.advantages[MASK.bool()].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
-
-
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_equal_scores_of_single_responses_have_no_advantage(name):
     scores, config = torch.ones(4), replace(GRPO, adv_estimator=name)
@@ -221,8 +137,9 @@ def test_equal_scores_of_single_responses_have_no_advantage(name):
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
-def test_no_estimator_depends_on_order_or_padding(name):
-    order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name)
+@pytest.mark.parametrize("whiten", [False, True])
+def test_no_estimator_depends_on_order_or_padding(name, whiten):
+    order, config = torch.tensor([3, 0, 2, 1]), replace(GRPO, adv_estimator=name, whiten_advantages=whiten)
     scores, mask = SCORES[order], torch.nn.functional.pad(MASK[order], (0, 3))
     values, turns = torch.nn.functional.pad(VALUES[order], (0, 3), value=9.0), single_turns(scores, mask)
     greedy = GreedyResponses(*(tensor[order] for tensor in vars(GREEDY).values()))
@@ -291,14 +208,6 @@ def test_every_key_changes_the_advantages(key, value):
 def test_whitened_advantages_have_zero_mean_over_the_tokens_of_the_batch():
     result = compute_advantages(SCORES, GROUPS, MASK, replace(REINFORCE, whiten_advantages=True))
     assert result.metrics["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_order_and_padding_do_not_matter():
-    config = replace(GRPO, whiten_advantages=True)
-    order = torch.tensor([3, 0, 2, 1])
-    plain = compute_advantages(SCORES, GROUPS, MASK, config).advantages
-    moved = compute_advantages(SCORES[order], GROUPS[order], torch.nn.functional.pad(MASK[order], (0, 3)), config)
-    torch.testing.assert_close(moved.advantages[:, :4], plain[order])
 
 
 def test_a_score_that_is_not_finite_is_refused():

@@ -10,7 +10,7 @@ import torch
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.options.preference_options import RewardModelOptions
-from tests.algorithms.batches import pad, rows
+from tests.algorithms.batches import PAIR_SPLITS, check_split, rows
 
 PLAIN = RewardModelOptions()
 CONFIGS = {"plain": PLAIN, "centered": RewardModelOptions(center_rewards_coefficient=0.1)}
@@ -62,20 +62,12 @@ def test_equal_rewards_have_a_loss_of_log_2_and_are_pushed_apart():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 7], [0, 1], [4, 5, 2, 3]]])
+@pytest.mark.parametrize("split", PAIR_SPLITS)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_gradient_does_not_depend_on_how_the_pairs_are_split_or_padded(name, split, padding):
     batch, config = random_pairs(), CONFIGS[name]
     scale = LossScale.of(batch["response_mask"], 16)
-    loss, gradient, metrics = bradley_terry(batch, config, scale)
-    total, sums, width = 0.0, dict.fromkeys(metrics, 0.0), gradient.shape[1]
-    for indices in split:
-        part, part_gradient, part_metrics = bradley_terry(pad(rows(batch, indices), padding), config, scale)
-        torch.testing.assert_close(part_gradient[:, :width], gradient[indices])
-        assert part_gradient[:, width:].abs().sum() == 0
-        total += part
-        sums = {key: sums[key] + value for key, value in part_metrics.items()}
-    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
+    check_split(lambda part: bradley_terry(part, config, scale), batch, split, padding)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,4 +1,4 @@
-"""Weights and rejection in closed form, with asymmetric bounds so that a wrong sign fails."""
+"""Vetoes, turns, differences of probabilities and combinations; test_losses_by_loops.py has weights and rejections."""
 
 from __future__ import annotations
 
@@ -28,93 +28,6 @@ def log_probs(ratios=RATIOS) -> tuple[torch.Tensor, torch.Tensor]:
     proximal = torch.full(MASK.shape, 77.0)
     proximal[MASK] = -2.0 + torch.tensor([math.log(ratio) for sample in ratios for ratio in sample])
     return proximal, behavior
-
-
-def weights_of(level, mode="clamp", lower=0.0, upper=100.0):
-    options = CorrectionOptions(weights=WeightOptions(level, mode, lower, upper))
-    result = off_policy_correction(*log_probs(), MASK, options)
-    return result.weights[MASK].tolist(), result.kept[MASK].tolist()
-
-
-def kept_by(statistic, level="token", lower=None, upper=None, ratios=RATIOS):
-    options = CorrectionOptions(rejection=RejectionOptions(statistic, level, lower, upper))
-    result = off_policy_correction(*log_probs(ratios), MASK, options)
-    assert (result.weights[MASK] == 1).all() and not result.kept[~MASK].any()
-    return result.kept[MASK].tolist()
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("token", [0.25, 1.0, 3.0, 0.8, 1.5]),
-        ("sequence", [0.75] * 3 + [1.2] * 2),
-        ("geometric", [0.75 ** (1 / 3)] * 3 + [1.2**0.5] * 2),
-    ],
-)
-def test_weights_of_each_level(level, expected):
-    assert weights_of(level)[0] == pytest.approx(expected)
-
-
-def test_clamped_weights_keep_every_token():
-    weights, kept = weights_of("token", lower=0.5, upper=2.0)
-    assert weights == pytest.approx([0.5, 1.0, 2.0, 0.8, 1.5]) and all(kept)
-    assert weights_of("sequence", upper=1.1)[0] == pytest.approx([0.75] * 3 + [1.1] * 2)
-
-
-def test_masked_weights_are_unchanged_or_rejected():
-    weights, kept = weights_of("token", "mask", lower=0.5, upper=2.0)
-    assert weights == pytest.approx([0.0, 1.0, 0.0, 0.8, 1.5]) and kept == [False, True, False, True, True]
-    weights, kept = weights_of("sequence", "mask", lower=0.9, upper=2.0)
-    assert weights == pytest.approx([0.0] * 3 + [1.2] * 2) and kept == [False] * 3 + [True] * 2
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper", "expected"),
-    [
-        (0.2, 1.2, [True, True, False, True, False]),
-        (0.5, 4.0, [False, True, True, True, True]),
-        (None, 1.2, [True, True, False, True, False]),
-        (0.9, None, [False, True, True, False, True]),
-    ],
-)
-def test_bounds_of_k1_are_bounds_of_the_ratio_p_over_mu(lower, upper, expected):
-    assert kept_by("k1", "token", lower, upper) == expected
-
-
-@pytest.mark.parametrize(
-    ("statistic", "level", "lower", "upper", "expected"),
-    [
-        ("k1", "sequence-sum", 0.8, 5.0, [False, True]),
-        ("k1", "sequence-sum", 0.5, 1.0, [True, False]),
-        ("k1", "sequence-mean", 0.95, 5.0, [False, True]),
-        ("k1", "sequence-mean", 0.5, 1.05, [True, False]),
-        ("k1", "sequence-max", 0.5, 5.0, [False, True]),
-        ("k1", "sequence-max", 0.1, 2.0, [False, True]),
-        ("k1", "sequence-max", 0.1, 5.0, [True, True]),
-        ("k2", "sequence-max", None, 0.5, [False, True]),
-        ("k2", "sequence-sum", None, 1.6, [True, True]),
-        ("k2", "sequence-sum", None, 1.5, [False, True]),
-        ("k2", "sequence-mean", None, 0.4, [False, True]),
-        ("k3", "sequence-max", None, 0.95, [True, True]),
-        ("k3", "sequence-max", None, 0.8, [False, True]),
-        ("k3", "sequence-mean", 0.1, None, [True, False]),
-    ],
-)
-def test_statistics_of_a_response(statistic, level, lower, upper, expected):
-    first, second = expected
-    assert kept_by(statistic, level, lower, upper) == [first] * 3 + [second] * 2
-
-
-def test_k2_and_k3_of_a_token_are_in_nats():
-    squares = [0.5 * math.log(ratio) ** 2 for sample in RATIOS for ratio in sample]
-    assert kept_by("k2", upper=0.5) == [value <= 0.5 for value in squares]
-    thirds = [ratio - 1 - math.log(ratio) for sample in RATIOS for ratio in sample]
-    assert kept_by("k3", upper=0.7) == [value <= 0.7 for value in thirds]
-    assert [value <= 0.7 for value in thirds] == [True, True, False, True, True]
-
-
-def test_k3_grows_faster_where_p_is_above_mu():
-    assert kept_by("k3", upper=0.9, ratios=[[0.25, 4.0, 1.0], [1.0, 1.0]]) == [True, False, True, True, True]
 
 
 def test_one_token_below_the_threshold_vetoes_its_response():

@@ -13,7 +13,7 @@ from roll.algorithms.aggregation import LossScale
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS, top_k_divergence
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.options.policy_options import PolicySettings
-from tests.algorithms.batches import pad, random_batch, rows
+from tests.algorithms.batches import SPLITS, check_split, pad, random_batch
 
 VOCABULARY, K = 7, 3
 DIVERGENCES = ("reverse", "forward", "jsd")
@@ -48,48 +48,21 @@ def everywhere(ids):
     return torch.ones_like(ids, dtype=torch.bool)
 
 
-def test_closed_form_of_one_position():
-    policy, teacher = torch.tensor([0.5, 0.2]).log(), torch.tensor([0.6, 0.3]).log()
-    reverse = 0.5 * math.log(0.5 / 0.6) + 0.2 * math.log(0.2 / 0.3) + 0.3 * math.log(0.3 / 0.1)
-    forward = 0.6 * math.log(0.6 / 0.5) + 0.3 * math.log(0.3 / 0.2) + 0.1 * math.log(0.1 / 0.3)
-    known = torch.tensor([True, True])
-    assert top_k_divergence(policy, teacher, known, "reverse").item() == pytest.approx(reverse, rel=1e-5)
-    assert top_k_divergence(policy, teacher, known, "forward").item() == pytest.approx(forward, rel=1e-5)
-    mixture = (0.25 * 0.6 + 0.75 * 0.5, 0.25 * 0.3 + 0.75 * 0.2, 0.25 * 0.1 + 0.75 * 0.3)
-    jsd = sum(
-        0.25 * q * math.log(q / m) + 0.75 * p * math.log(p / m)
-        for p, q, m in zip((0.5, 0.2, 0.3), (0.6, 0.3, 0.1), mixture, strict=True)
-    )
-    assert top_k_divergence(policy, teacher, known, "jsd", 0.25).item() == pytest.approx(jsd, rel=1e-4)
-    assert jsd != pytest.approx(top_k_divergence(policy, teacher, known, "jsd", 0.75).item(), rel=1e-2)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("divergence", "beta"), [("reverse", 0.5), ("forward", 0.5), *(("jsd", beta) for beta in (*BETAS, 0.25))]
+)
 @pytest.mark.parametrize("count", [1, K, VOCABULARY])
-def test_it_is_the_divergence_of_torch_with_its_gradient(divergence, count):
+def test_it_is_the_divergence_of_torch_with_its_gradient(divergence, beta, count):
     policy, teacher = distributions(5)
     ids, logits = teacher.topk(count).indices, policy.clone().requires_grad_()
     ours, theirs = logits.log_softmax(-1), logits.log_softmax(-1)
-    found = top_k_divergence(ours.gather(-1, ids), teacher.gather(-1, ids), everywhere(ids), divergence)
+    found = top_k_divergence(ours.gather(-1, ids), teacher.gather(-1, ids), everywhere(ids), divergence, beta)
     one, other = (theirs, teacher) if count == VOCABULARY else (merged(theirs, ids), merged(teacher, ids))
-    expected = of_torch(one, other, divergence)
+    expected = of_torch(one, other, divergence, beta)
     torch.testing.assert_close(found, expected)
     weights = torch.linspace(1, 2, 5, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((found * weights).sum(), logits)
     torch.testing.assert_close(gradient, torch.autograd.grad((expected * weights).sum(), logits)[0])
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradient_by_finite_differences(divergence):
-    policy, teacher = distributions(4)
-    ids = teacher.topk(K).indices
-
-    def total(logits, beta):
-        of_ids = logits.log_softmax(-1).gather(-1, ids)
-        return top_k_divergence(of_ids, teacher.gather(-1, ids), everywhere(ids), divergence, beta).sum()
-
-    for beta in BETAS if divergence == "jsd" else (0.5,):
-        assert torch.autograd.gradcheck(total, (policy.clone().requires_grad_(), beta))
 
 
 def with_gradient(divergence, beta=0.5, scale=1.0):
@@ -181,7 +154,7 @@ def policy_loss(batch, config, scale):
     leaves = {name: batch[name].clone().requires_grad_() for name in ("log_probs", POLICY_TOP_LOG_PROBS)}
     loss, metrics = LOSSES["policy"](leaves["log_probs"], None, batch | leaves, scale, config)
     loss.backward()
-    return loss.item(), [leaf.grad for leaf in leaves.values()], {name: each.item() for name, each in metrics.items()}
+    return loss.item(), *(leaf.grad for leaf in leaves.values()), {name: each.item() for name, each in metrics.items()}
 
 
 def widened(batch, columns):
@@ -195,8 +168,8 @@ def widened(batch, columns):
 def test_the_policy_loss_adds_the_divergence_of_the_response_tokens(name):
     batch, config = with_teacher(random_batch()), CONFIGS[name]
     mask, scale = batch["response_mask"], LossScale.of(batch["response_mask"], 16)
-    plain, plain_gradients, _ = policy_loss(batch, replace(config, opd_top_k=None), scale)
-    loss, gradients, metrics = policy_loss(batch, config, scale)
+    plain, *plain_gradients, _ = policy_loss(batch, replace(config, opd_top_k=None), scale)
+    loss, *gradients, metrics = policy_loss(batch, config, scale)
     ids = batch[TEACHER_TOP_IDS]
     each = top_k_divergence(
         batch[POLICY_TOP_LOG_PROBS],
@@ -207,7 +180,7 @@ def test_the_policy_loss_adds_the_divergence_of_the_response_tokens(name):
     )
     if name == "jsd":
         standard = replace(config, opd_jsd_beta=0.5)
-        assert metrics["opd_loss"] < 0.9 * policy_loss(batch, standard, scale)[2]["opd_loss"]
+        assert metrics["opd_loss"] < 0.9 * policy_loss(batch, standard, scale)[-1]["opd_loss"]
     total = (each * mask).sum(-1)
     expected = total.sum() / mask.sum() if name == "token mean" else (total / mask.sum(-1)).mean()
     assert metrics["opd_loss"] == pytest.approx(expected.item())
@@ -219,25 +192,17 @@ def test_the_policy_loss_adds_the_divergence_of_the_response_tokens(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6], [0, 1], [4, 5, 2, 3, 7]]])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(name, split, padding):
     batch, config = with_teacher(random_batch()), CONFIGS[name]
-    scale, width = LossScale.of(batch["response_mask"], 16), batch["response_mask"].shape[1]
-    loss, gradients, metrics = policy_loss(batch, config, scale)
-    total, mass = 0.0, 0.0
-    for indices in split:
-        part, of_part, reported = policy_loss(widened(rows(batch, indices), padding), config, scale)
-        for whole, each in zip(gradients, of_part, strict=True):
-            torch.testing.assert_close(each[:, :width], whole[indices])
-            assert each[:, width:].abs().sum() == 0
-        total, mass = total + part, mass + reported["teacher_top_k_mass"]
-    assert total == pytest.approx(loss) and mass == pytest.approx(metrics["teacher_top_k_mass"])
+    scale = LossScale.of(batch["response_mask"], 16)
+    check_split(lambda part: policy_loss(part, config, scale), batch, split, padding, widened)
 
 
 def test_without_advantages_the_loss_is_the_divergence_alone():
     batch = with_teacher(random_batch())
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     scale = LossScale.of(batch["response_mask"], 16)
-    loss, gradients, metrics = policy_loss(batch, CONFIG, scale)
+    loss, *gradients, metrics = policy_loss(batch, CONFIG, scale)
     assert loss == pytest.approx(0.5 * metrics["opd_loss"]) and (gradients[0] == 0).all()

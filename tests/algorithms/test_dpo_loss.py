@@ -11,7 +11,7 @@ import torch
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES, pair_kl
 from roll.algorithms.options.preference_options import DPOOptions
-from tests.algorithms.batches import pad, random_batch, rows
+from tests.algorithms.batches import PAIR_SPLITS, check_split, random_batch, rows
 
 PLAIN = DPOOptions(beta=0.5)
 CONFIGS = {
@@ -80,21 +80,13 @@ def test_at_the_reference_the_loss_is_log_2_and_pushes_the_responses_apart():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3], [4, 5, 6, 7]], [[6, 7], [0, 1], [4, 5, 2, 3]]])
+@pytest.mark.parametrize("split", PAIR_SPLITS)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_gradient_does_not_depend_on_how_the_pairs_are_split_or_padded(name, split, padding):
     config = CONFIGS[name]
     batch = with_pair_kl(random_batch(), config)
     scale = LossScale.of(batch["response_mask"], 16)
-    loss, gradient, metrics = dpo(batch, config, scale)
-    total, sums, width = 0.0, dict.fromkeys(metrics, 0.0), gradient.shape[1]
-    for indices in split:
-        part, part_gradient, part_metrics = dpo(pad(rows(batch, indices), padding), config, scale)
-        torch.testing.assert_close(part_gradient[:, :width], gradient[indices])
-        assert part_gradient[:, width:].abs().sum() == 0
-        total += part
-        sums = {key: sums[key] + value for key, value in part_metrics.items()}
-    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
+    check_split(lambda part: dpo(part, config, scale), batch, split, padding)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -36,14 +36,8 @@ def per_sample(result):
     return result.advantages[:, 1].tolist()
 
 
-def test_each_reward_is_normalised_in_its_group_and_the_sum_is_whitened():
-    unit = 2**-0.5
-    total = torch.tensor([unit - 0.5 * unit, -unit + 0.5 * unit, 1.5 * unit, -1.5 * unit])
-    result = advantages(PARTS)
-    assert per_sample(result) == pytest.approx((total / total.std()).tolist(), abs=1e-5)
-    assert all(len(set(row[mask == 1].tolist())) == 1 for row, mask in zip(result.advantages, MASK, strict=True))
-    assert (result.advantages[MASK == 0] == 0).all()
-    assert result.returns[2].tolist() == [0, 1.5, 0, 0], "a return is the sum of the rewards"
+def test_a_return_is_the_sum_of_the_rewards():
+    assert advantages(PARTS).returns[2].tolist() == [0, 1.5, 0, 0]
 
 
 def test_responses_with_the_same_sum_of_other_rewards_have_other_advantages():
@@ -54,26 +48,6 @@ def test_responses_with_the_same_sum_of_other_rewards_have_other_advantages():
     assert per_sample(grpo)[1] == pytest.approx(per_sample(grpo)[3], abs=1e-5)
     result = per_sample(advantages(parts, config=config))
     assert result[3] == pytest.approx(2 * result[1], abs=1e-5)
-
-
-def test_the_scale_of_a_reward_does_not_matter_and_its_weight_does():
-    scaled = advantages(PARTS * torch.tensor([1.0, 1000.0]) + 3)
-    torch.testing.assert_close(scaled.advantages, advantages(PARTS).advantages, atol=1e-4, rtol=1e-4)
-    alone = advantages(PARTS, config=replace(GDPO, reward_weights=(1.0, 0.0)))
-    assert per_sample(alone) == pytest.approx([x * math.sqrt(3) / 2 for x in (1, -1, 1, -1)], abs=1e-4)
-
-
-def test_one_reward_is_grpo_whitened_over_the_samples():
-    scores, config = torch.tensor([1.0, 0.0, 2.0, 6.0]), replace(GDPO, reward_weights=(3.0,))
-    grpo = torch.tensor(per_sample(compute_advantages(scores, GROUPS, MASK, AdvantageSettings())))
-    expected = whiten(grpo, torch.ones(4)).tolist()
-    assert per_sample(advantages(scores[:, None], config=config)) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_reward_with_equal_scores_in_a_group_adds_nothing_there():
-    parts = torch.tensor([[1.0, 0.1], [0.0, 0.1], [1.0, 0.3], [0.0, 0.7]])
-    first, _, third, _ = per_sample(advantages(parts))
-    assert first == pytest.approx(2 * third, abs=1e-4), "1 against 1 - 0.5"
 
 
 def test_equal_scores_everywhere_give_exactly_0():
@@ -90,13 +64,6 @@ def test_a_group_with_equal_sums_of_different_rewards_is_learned_from():
         torch.tensor([[1.0, 0.0], [1.0, 2.0], [1.0, 1.0], [0.0, 0.0]]), config=replace(GDPO, reward_weights=(1.0, 0.0))
     )
     assert unweighted.metrics["advantage/zero_variance_groups"] == 1, "a reward of weight 0 is a metric"
-
-
-def test_groups_with_other_rewards_share_a_batch():
-    """The first group has the first reward alone, the second the second alone: both have unit spread by weight."""
-    parts = torch.tensor([[1.0, NAN], [0.0, NAN], [NAN, 4.0], [NAN, 2.0]])
-    first, second, third, fourth = per_sample(advantages(parts))
-    assert (first, third) == pytest.approx((-second, -fourth), abs=1e-5) and first == pytest.approx(2 * third, abs=1e-4)
 
 
 def test_rows_without_a_token_do_not_count_in_the_whitening():

@@ -11,16 +11,10 @@ from roll.algorithms.losses import LOSSES, LossScale
 from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.configs.pipeline import RLVRConfig
-from tests.algorithms.batches import pad, random_batch, rows
+from tests.algorithms.batches import SPLITS, check_split, pad, random_batch
 
 PPO = PolicySettings(pg_variant="ppo")
 EVERYTHING = PolicySettings(pg_variant="ppo", entropy_loss_coef=0.01, use_kl_loss=True, kl_loss_coef=0.1)
-SPLITS = {
-    "whole": [[0, 1, 2, 3, 4, 5, 6, 7]],
-    "two data ranks": [[0, 2, 4, 6], [1, 3, 5, 7]],
-    "one sample each": [[i] for i in range(8)],
-    "uneven": [[5], [1, 0, 7], [2, 3, 4, 6]],
-}
 
 
 def policy(batch, config, scale=None):
@@ -39,18 +33,7 @@ def policy(batch, config, scale=None):
 def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(variant, mode, split, padding):
     batch, config = random_batch(), replace(EVERYTHING, pg_variant=variant, loss_agg_mode=mode)
     scale = LossScale.of(batch["response_mask"], 16)
-    loss, gradient, entropy_gradient, metrics = policy(batch, config, scale)
-    total, sums = 0.0, dict.fromkeys(metrics, 0.0)
-    for indices in SPLITS[split]:
-        part, part_gradient, part_entropy, part_metrics = policy(pad(rows(batch, indices), padding), config, scale)
-        width = gradient.shape[1]
-        torch.testing.assert_close(part_gradient[:, :width], gradient[indices])
-        torch.testing.assert_close(part_entropy[:, :width], entropy_gradient[indices])
-        assert part_gradient[:, width:].abs().sum() == 0
-        total += part
-        for name, value in part_metrics.items():
-            sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value
-    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
+    check_split(lambda part: policy(part, config, scale), batch, split, padding)
 
 
 def test_the_loss_is_the_sum_of_its_reported_parts():

@@ -194,11 +194,16 @@ LOSSES = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
 }
-KEYS: dict[str, dict[str, Any]] = {
-    "ppo": {"dual_clip_loss": True, "pg_clip_high": 0.28},
-    "topr": {"topr_level": "sequence", "topr_negative_weight": 0.5},
-    "cispo": {"cispo_use_unified_mask": True},
-    "tis": {"tis_lower_bound": 0.5, "tis_upper_bound": 2.0},
+KEYS: dict[str, list[dict[str, Any]]] = {
+    "ppo": [{"dual_clip_loss": True, "pg_clip_high": 0.28}],
+    "topr": [
+        {"topr_level": "sequence", "topr_negative_weight": 0.5},
+        {"topr_positive_weight": 0.7, "topr_negative_weight": 0.4},
+    ],
+    "cispo": [{"cispo_use_unified_mask": True}, {"cispo_epsilon_low": 1.0}],
+    "tis": [{"tis_lower_bound": 0.5, "tis_upper_bound": 2.0}],
+    "kimi15": [{"kimi15_tau": 0.3}],
+    "gspo": [{"gspo_clip_low": 0.2, "gspo_clip_high": 0.3}],
 }
 """Settings that are tried beside the defaults."""
 
@@ -228,7 +233,7 @@ def loss_of_response(data: Draw, config: PolicySettings, sample: int, now: Seque
 
 @pytest.mark.parametrize("variant", POLICY_LOSSES)
 def test_losses_and_gradients_are_those_of_their_formulas(variant):
-    for seed, keys in itertools.product(DRAWS, ({}, KEYS.get(variant, {}))):
+    for seed, keys in itertools.product(DRAWS, ({}, *KEYS.get(variant, []))):
         data, kl = draw(seed), ("k2", "k3", "abs")[seed // 3 % 3]
         mode = list(LOSS_AGG_MODES)[seed % len(LOSS_AGG_MODES)]
         shared = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kl, "entropy_loss_coef": 0.1}
@@ -291,12 +296,16 @@ def test_correction_weights_are_those_of_their_formulas(level, mode):
             assert found.kept[sample][row].tolist() == (inside if mode == "mask" else [True] * len(weights))
 
 
+@pytest.mark.parametrize("bounds", [(0.6, 1.7), (None, 1.7), (0.6, None)])
 @pytest.mark.parametrize("level", ["token", "sequence-mean", "sequence-sum", "sequence-max"])
 @pytest.mark.parametrize("statistic", ["k1", "k2", "k3"])
-def test_rejected_tokens_are_those_of_the_formulas(statistic, level):
+def test_rejected_tokens_are_those_of_the_formulas(statistic, level, bounds):
+    """Bounds of k1 are those of the ratio p / mu."""
     forms = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
-    rejection = RejectionOptions(statistic=statistic, level=level, lower=None if statistic != "k1" else 0.6, upper=1.7)
-    low, high = (math.log(0.6), math.log(1.7)) if statistic == "k1" else (-math.inf, 1.7)
+    rejection = RejectionOptions(statistic=statistic, level=level, lower=bounds[0], upper=bounds[1])
+    low, high = (-math.inf if bounds[0] is None else bounds[0]), (math.inf if bounds[1] is None else bounds[1])
+    if statistic == "k1":
+        low, high = (math.log(low) if bounds[0] else low), math.log(high)
     for seed in DRAWS:
         data = draw(seed)
         options = CorrectionOptions(rejection=rejection)

@@ -13,7 +13,7 @@ from roll.algorithms.losses import LOSSES, LossScale
 from roll.algorithms.options.correction_options import CorrectionOptions, RejectionOptions, WeightOptions
 from roll.algorithms.options.policy_options import PolicySettings
 from roll.algorithms.policy_loss import POLICY_LOSSES
-from tests.algorithms.batches import pad, random_batch, rows
+from tests.algorithms.batches import SPLITS, check_split, pad, random_batch
 
 TOKENS = CorrectionOptions(WeightOptions("token", "clamp", 0.8, 1.2))
 EVERYTHING = CorrectionOptions(
@@ -90,7 +90,6 @@ def test_a_renormalized_loss_is_that_of_the_kept_tokens_alone(mode):
     assert policy(batch, config, scale)[2] == policy(alone, config, scale)[2]
 
 
-SPLITS = [[[0, 2, 4, 6], [1, 3, 5, 7]], [[i] for i in range(8)], [[5], [1, 0, 7], [2, 3, 4, 6]]]
 LEVELS = [
     CorrectionOptions(WeightOptions(level, mode, 0.7, 1.4), RejectionOptions(statistic, at, 0.0, 1.3), 0.3)
     for level, mode, statistic, at in [
@@ -111,16 +110,7 @@ def test_neither_the_split_nor_padding_changes_gradient_or_metrics(bypass, optio
     config = replace(DECOUPLED, pg_variant=variant, correction=options, old_log_probs_source=source)
     batch = corrected(random_batch(), options)
     scale = LossScale.of(batch["response_mask"], 16)
-    _, gradient, metrics = policy(batch, config, scale)
-    sums = dict.fromkeys(metrics, 0.0)
-    for indices in split:
-        part = pad(rows(batch, indices), padding) | {}
-        part["correction_kept"] = part["correction_kept"].bool()
-        _, part_gradient, part_metrics = policy(part, config, scale)
-        torch.testing.assert_close(part_gradient[:, : gradient.shape[1]], gradient[indices])
-        for name, value in part_metrics.items():
-            sums[name] = max(sums[name], value) if name.endswith("_max") else sums[name] + value
-    assert sums == pytest.approx(metrics)
+    check_split(lambda part: policy(part, config, scale), batch, split, padding)
 
 
 CHANGES = [

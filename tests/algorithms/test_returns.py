@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
-from roll.algorithms.returns import BLOCK, discounted_sum, generalized_advantages, return_to_go, token_rewards
-from tests.algorithms.trajectories import Trajectory, make_batch, single_turns
+from roll.algorithms.returns import BLOCK, discounted_sum, generalized_advantages
+from tests.algorithms.trajectories import Trajectory, make_batch
 
 GAE = AdvantageSettings(adv_estimator="gae", gamma=0.9, lambd=0.8)
 
@@ -58,20 +58,6 @@ def test_advantages_are_those_of_a_loop_over_the_tokens_of_the_response(mask, ga
     for row, kept in enumerate(mask):
         expected = by_loop(rewards[row][kept].tolist(), values[row][kept].tolist(), gamma, lambd)
         assert found[row][kept].tolist() == pytest.approx(expected)
-
-
-def test_with_lambda_1_and_a_critic_of_zeros_advantages_are_returns_to_go():
-    mask = draw(6, 40, seed=2) > -1
-    rewards = draw(6, 40)
-    found = generalized_advantages(rewards, torch.zeros_like(rewards), mask, 0.9, 1.0)
-    torch.testing.assert_close(found, return_to_go(rewards, mask, 0.9))
-
-
-def test_an_exact_critic_leaves_no_advantage():
-    mask = torch.arange(12) >= torch.tensor([[2], [5]])
-    rewards = token_rewards(torch.tensor([1.0, -2.0]), torch.zeros(2, 12), mask)
-    values = return_to_go(rewards, mask, 0.9)
-    assert generalized_advantages(rewards, values, mask, 0.9, 0.7).abs().max() < 1e-6
 
 
 def test_the_returns_are_advantages_and_values_before_whitening():
@@ -140,14 +126,6 @@ def test_what_a_score_has_beyond_its_turns_is_on_the_last_token():
     found = batch.advantages(config, values=torch.zeros_like(batch.tensors["response_mask"], dtype=torch.float32))
     kept = found.advantages[0][batch.tensors["response_mask"][0]]
     assert kept.tolist() == [1.0, 0.0, 0.0]
-
-
-def test_single_turns_equal_responses_without_turns():
-    mask, scores = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1], [0, 0, 0, 0]]), torch.tensor([2.0, -1.0, 5.0])
-    groups, values = torch.arange(3), draw(3, 4).float()
-    turns = compute_advantages(scores, groups, mask, GAE, turns=single_turns(scores, mask), values=values)
-    plain = compute_advantages(scores, groups, mask, GAE, values=values)
-    assert torch.equal(turns.advantages, plain.advantages)
 
 
 @pytest.mark.parametrize("split", [[[0, 1], [2, 3]], [[3], [0, 2], [1]]])

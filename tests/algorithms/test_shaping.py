@@ -84,22 +84,6 @@ def test_length_penalties_add_up_and_come_before_the_clip_of_scores():
     assert shaped([1.0, 1.0], [0, 0], responses(8, 2), both)[0] == pytest.approx([-0.8, 0.9])
 
 
-@pytest.mark.parametrize("keys", [{"length_penalty_per_token": 0.1}, {"length_reward_coef": 0.5}])
-def test_neither_padding_nor_the_order_of_samples_changes_a_length_penalty(keys):
-    config, scores, groups = replace(PLAIN, **keys), [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1]
-    plain, metrics = shaped(scores, groups, responses(2, 5, 9, 1, 4), config)
-    order = [4, 1, 3, 0, 2]
-    moved = responses(4, 5, 1, 2, 9, columns=20)
-    other, _ = shaped([scores[i] for i in order], [groups[i] for i in order], moved, config)
-    assert other == [plain[i] for i in order]
-    padded = responses(2, 5, 9, 1, 4, 0, 0)
-    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), padded)
-    more, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], padded, config, turns=turns)
-    assert more[:5] == plain and more[5:] == [0.0, 0.0]
-    name = next(name for name in metrics if "length" in name)
-    assert with_padding[name] == metrics[name]
-
-
 def test_a_greedy_response_pays_for_its_own_tokens():
     config = AdvantageSettings(adv_estimator="remax", length_penalty_per_token=0.1)
     greedy = GreedyResponses(torch.tensor([1.0]), torch.tensor([4]))
@@ -170,17 +154,6 @@ def test_advantages_are_weighted_after_they_are_whitened_and_before_they_are_cli
 def test_the_difficulty_is_that_of_raw_scores():
     shorter = replace(WEIGHTED, length_penalty_per_token=0.1, reward_clip=0.5)
     assert shaped([1.0, 0.0], [0, 1], responses(3, 3), shorter)[0] == pytest.approx([0.5 * 0.4, -0.3 * 1.6])
-
-
-def test_neither_padding_nor_the_order_of_samples_changes_a_weight():
-    scores, groups, mask = [1.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1], responses(2, 5, 9, 1, 4, 0, 0)
-    plain, metrics = shaped(scores, groups, mask[:5], WEIGHTED)
-    order = [4, 1, 3, 0, 2]
-    moved, _ = shaped([scores[i] for i in order], [groups[i] for i in order], mask[order], WEIGHTED)
-    assert moved == pytest.approx([plain[i] for i in order])
-    turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), mask)
-    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, WEIGHTED, turns=turns)
-    assert padded == [*plain, 0.0, 0.0] and with_padding["advantage/difficulty"] == metrics["advantage/difficulty"]
 
 
 def test_a_trajectory_counts_once_in_the_difficulty_whatever_its_turns_are():
@@ -261,17 +234,27 @@ def test_weights_by_length_come_after_whitening_and_before_the_clip_and_returns_
     assert torch.equal(compute_advantages(*tensors, config).returns, compute_advantages(*tensors, weighted).returns)
 
 
-def test_neither_padding_nor_the_order_of_samples_changes_a_weight_by_length():
-    scores, groups, mask = [1.0, 0.0, 1.0, 1.0, 0.5], [0, 0, 0, 1, 1], responses(2, 5, 9, 1, 4, 0, 0)
-    plain, metrics = shaped(scores, groups, mask[:5], BY_LENGTH)
-    order = [4, 1, 3, 0, 2]
-    moved, _ = shaped([scores[i] for i in order], [groups[i] for i in order], mask[order], BY_LENGTH)
-    assert moved == pytest.approx([plain[i] for i in order])
+@pytest.mark.parametrize(
+    ("keys", "metric"),
+    [
+        ({"length_penalty_per_token": 0.1}, "length_penalty"),
+        ({"length_reward_coef": 0.5}, "length_reward"),
+        ({"difficulty_loss_weight": True}, "difficulty"),
+        ({"length_loss_weight": True}, "length_weight_max"),
+    ],
+)
+def test_neither_padding_nor_the_order_of_samples_changes_a_shaped_score(keys, metric):
+    config, scores, groups = replace(PLAIN, **keys), [1.0, 0.0, 1.0, 1.0, 0.5], [0, 0, 0, 1, 1]
+    lengths, order = [2, 5, 9, 1, 4], [4, 1, 3, 0, 2]
+    plain, metrics = shaped(scores, groups, responses(*lengths), config)
+    moved = responses(*(lengths[i] for i in order), columns=20)
+    other, _ = shaped([scores[i] for i in order], [groups[i] for i in order], moved, config)
+    assert other == pytest.approx([plain[i] for i in order])
+    mask = responses(*lengths, 0, 0)
     turns = single_turns(torch.tensor([*scores, 0.0, 0.0]), mask)
-    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, BY_LENGTH, turns=turns)
+    padded, with_padding = shaped([*scores, 0.0, 0.0], [*groups, 2, 3], mask, config, turns=turns)
     assert padded == [*plain, 0.0, 0.0]
-    name = "advantage/length_weight_max"
-    assert with_padding[name] == metrics[name]
+    assert with_padding[f"advantage/{metric}"] == metrics[f"advantage/{metric}"]
 
 
 def test_trajectories_of_agents_have_no_weight_by_length():

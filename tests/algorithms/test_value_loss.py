@@ -9,8 +9,7 @@ import torch
 
 from roll.algorithms.aggregation import LOSS_AGG_MODES, LossScale
 from roll.algorithms.losses import LOSSES, ValueLossConfig
-from tests.algorithms.batches import pad, random_batch, rows
-from tests.algorithms.test_losses import SPLITS
+from tests.algorithms.batches import SPLITS, check_split, random_batch
 
 CLIPPED = ValueLossConfig(value_clip=0.2)
 
@@ -57,15 +56,7 @@ def test_closed_form_of_one_token():
 def test_the_gradient_does_not_depend_on_how_the_batch_is_split_or_padded(mode, split, padding):
     batch, config = critic_batch(), replace(CLIPPED, loss_agg_mode=mode)
     scale = LossScale.of(batch["response_mask"], 16)
-    loss, gradient, metrics = loss_of(batch, config, scale)
-    total, sums, width = 0.0, dict.fromkeys(metrics, 0.0), gradient.shape[1]
-    for indices in SPLITS[split]:
-        part, part_gradient, part_metrics = loss_of(pad(rows(batch, indices), padding), config, scale)
-        torch.testing.assert_close(part_gradient[:, :width], gradient[indices])
-        assert part_gradient[:, width:].abs().sum() == 0
-        total += part
-        sums = {name: sums[name] + value for name, value in part_metrics.items()}
-    assert total == pytest.approx(loss) and sums == pytest.approx(metrics)
+    check_split(lambda part: loss_of(part, config, scale), batch, split, padding)
 
 
 def test_gradient_by_finite_differences():
