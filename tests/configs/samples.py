@@ -115,6 +115,22 @@ actor_infer:
   device_mapping: 4-5
 """
 
+REWARD_MODEL = f"""
+pipeline: reward_model
+pretrain: {MODEL}
+prompt_length: 24
+response_length: 8
+actor_train:
+  training_args:
+    per_device_train_batch_size: 4
+    gradient_accumulation_steps: 2
+  data_args:
+    file_name: [train.jsonl]
+  device_mapping: [0, 1]
+"""
+
+DPO = REWARD_MODEL.replace("reward_model", "dpo") + "reference: {device_mapping: [0, 1]}"
+
 
 def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
     """The text as a file."""

@@ -57,46 +57,6 @@ def test_what_is_possible_but_senseless_is_told(tmp_path: Path, override: str, m
     assert message not in findings(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("output_dir=hf://a/b@c", "output_dir: hf://a/b@c is an address"),
-        ("rollout_dump_dir=s3://bucket/x", "rollout_dump_dir: s3://bucket/x is an address"),
-        (f"checkpoint_dir={MODEL}", "the model of actor_train; use a folder of its own"),
-        (f"rollout_dump_dir={MODEL}/samples", "the model of actor_train; use a folder of its own"),
-        (
-            "rollout_dump_dir=o/checkpoints/step-000003 output_dir=o",
-            "inside a checkpoint, which a run renames and deletes",
-        ),
-        ("system_envs={PYTHONHOME: /nowhere}", "system_envs.PYTHONHOME: '/nowhere' changes how Python starts"),
-        ("system_envs={RAY_ADDRESS: '10.0.0.1:6379'}", "comes too late, as Ray has been started"),
-        ("actor_train.system_envs={WORLD_SIZE: 8}", "actor_train.system_envs.WORLD_SIZE: '8' is set for each process"),
-        (f"{ENGINE}.trust_remote_code=true", "True runs code that the framework does not check; leave it out"),
-        (f"{ENGINE}.custom_sigquit_handler=os.system", "'os.system' runs code"),
-        (f"{ENGINE}.revision=v2", "makes the model that generates another one than is trained"),
-        (f"{ENGINE}.json_model_override_args='{{\"a\": 99}}'", "makes the model that generates another one"),
-        ("system_envs={PYTHONHASHSEED: abc}", "'abc' ends every process"),
-        ("system_envs={PYTHONOPTIMIZE: 2}", "changes how Python starts"),
-        ("system_envs={'A B': c}", "'A B' is not the name of a variable"),
-        (f"{ENGINE}.kv_cache_dtype=fp8_e5m2", "makes the model that generates another one"),
-        (f"{ENGINE}.load_format=pt", "reads files of another format"),
-        (f"{ENGINE}.chat_template=chatml", "set data_args.template"),
-        (f"{ENGINE}.download_dir=/tmp", "the folder of HF_HOME"),
-        ("output_dir=~nobodyhere/x", "of a user that this machine does not have"),
-        ("exp_name=../../x", "leads out of the folder of the run"),
-        ("track_with=[stdout,stdout]", "track_with: contains stdout 2 times; list it once"),
-        ("exp_name=" + "x" * 201, "exp_name: has 201 characters; use at most 200"),
-        ("exp_name=${actor_train.pg_variant} actor_train=[]", "actor_train: [] is not a section"),
-        (
-            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=4294967296",
-            "16 devices cannot hold 4,294,967,296 parallel ranks of one model; use at most 16",
-        ),
-    ],
-)
-def test_what_cannot_do_what_it_says_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    assert message in refusal(tmp_path, *split(override))
-
-
 def test_engines_of_another_shape_than_the_trained_model_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(MODEL, other)

@@ -12,7 +12,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
 from roll.hub.splits import READABLE
 from roll.loading.load import PIPELINES
-from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, sft, write
+from tests.configs.samples import AGENTIC, RLVR, SFT, agentic, refusal, rlvr, write
 
 
 def warnings(config) -> list[str]:
@@ -41,20 +41,6 @@ def test_keys_of_variants_belong_to_variants_that_exist() -> None:
     assert "loss_agg_mode" not in VARIANT_KEYS
 
 
-@pytest.mark.parametrize("variant", ["vanilla", "tis", "gspo"])
-def test_a_key_of_another_variant_is_a_warning(tmp_path: Path, variant: str) -> None:
-    message = "\n".join(
-        warnings(rlvr(tmp_path, f"actor_train.pg_variant={variant}", "dual_clip_loss=true", "dual_clip_c=4"))
-    )
-    for key in ("dual_clip_loss", "dual_clip_c"):
-        assert f"{key}: has no effect: it belongs to actor_train.pg_variant ppo or decoupled_ppo" in message
-
-
-@pytest.mark.parametrize("variant", ["ppo", "decoupled_ppo"])
-def test_a_key_of_the_variant_is_read(tmp_path: Path, variant: str) -> None:
-    assert warnings(rlvr(tmp_path, f"actor_train.pg_variant={variant}", "pg_clip_low=0.1")) == []
-
-
 @pytest.mark.parametrize("ending", READABLE)
 def test_the_split_of_a_file_is_a_warning(tmp_path: Path, ending: str) -> None:
     message = warnings(
@@ -63,17 +49,6 @@ def test_the_split_of_a_file_is_a_warning(tmp_path: Path, ending: str) -> None:
     assert message == [
         "actor_train.data_args.split: has no effect: every file_name is a file; a dataset by name or folder has splits"
     ]
-
-
-def test_a_key_with_two_conditions_reports_the_first_that_fails(tmp_path: Path) -> None:
-    message = warnings(rlvr(tmp_path, "dual_clip_c=4"))
-    assert message == ["dual_clip_c: has no effect: dual_clip_loss is false"]
-    assert warnings(sft(tmp_path, "sync_retry_delay_s=2", "max_sync_retries=0"))[0].endswith("updates no engine")
-
-
-def test_the_innermost_condition_is_reported(tmp_path: Path) -> None:
-    (message,) = warnings(sft(tmp_path, "validation.generating_args.temperature=0.5"))
-    assert message.endswith("this pipeline generates nothing and updates no engine")
 
 
 @pytest.mark.parametrize(
