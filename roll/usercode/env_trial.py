@@ -80,8 +80,8 @@ def _run(process: OneProcess, trial: EnvTrial, what: Literal["make", "play"], ti
     doing = {"make": "import and constructor", "play": "a reset or step"}[what]
     playing_s = PLAY_S if what == "play" else 0.0
     future, until = process.start_call(_try, trial, what), time.monotonic() + timeout_s + playing_s
-    concurrent.futures.wait([future], timeout=NOTICE_S + playing_s)
-    if not future.done():
+    concurrent.futures.wait([future], timeout=min(NOTICE_S, timeout_s) + playing_s)
+    if not future.done() and timeout_s > NOTICE_S:
         print(
             f"{trial.path}: {doing} of {trial.env_type} has taken {NOTICE_S:g} s; waiting for at most {timeout_s:g} s",
             file=sys.stderr,

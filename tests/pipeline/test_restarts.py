@@ -127,12 +127,16 @@ def test_a_restart_says_how_many_finished_steps_are_repeated(tmp_path: Path, mon
 def test_after_the_last_restart_the_error_is_one_line_with_rank_cause_and_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int, spent: str
 ) -> None:
+    runs = Runs(died(), died())
     with pytest.raises(ClusterError) as caught:
-        play(Runs(died(), died()), tmp_path, monkeypatch, max_restarts=allowed)
+        play(runs, tmp_path, monkeypatch, max_restarts=allowed)
+    assert len(runs.resumed) == 1 + allowed
     log = tmp_path / "logs" / "actor_train-1.log"
     assert str(caught.value) == f"actor_train-1 failed: its process died; {spent}; its log is {log}"
-    last = events_in(tmp_path)[-1]
-    assert (last["component"], last["event"]) == ("actor_train-1", "failed") and spent in last["message"]
+    events = events_in(tmp_path)
+    happened = [(event["component"], event["event"]) for event in events]
+    failed = ("actor_train-1", "failed")
+    assert happened == [failed, ("driver", "run restarted")] * allowed + [failed] and spent in events[-1]["message"]
 
 
 class Spoiling(Runs):
@@ -373,15 +377,6 @@ def test_between_two_starts_a_signal_ends_the_run(
     finally:
         signal.signal(number, before)
     assert len(runs.resumed) == 1
-
-
-def test_after_the_last_restart_the_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(died(), died())
-    with pytest.raises(ClusterError):
-        play(runs, tmp_path, monkeypatch, max_restarts=1)
-    assert len(runs.resumed) == 2
-    happened = [(event["component"], event["event"]) for event in events_in(tmp_path)]
-    assert happened == [("actor_train-1", "failed"), ("driver", "run restarted"), ("actor_train-1", "failed")]
 
 
 @pytest.mark.parametrize(

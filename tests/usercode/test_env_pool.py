@@ -171,25 +171,6 @@ def test_an_environment_fails_alone_or_with_its_process(size: int, events: list[
     run(scenario())
 
 
-def test_when_a_process_ends_only_the_environment_that_ends_it_again_fails() -> None:
-    async def scenario() -> None:
-        processes = Processes()
-        pool = pool_of(processes, 1)
-        (exiting, _), (waiting, _), (idle, _) = [await pool.open(PLAIN, seed) for seed in range(3)]
-        await idle.step("go")
-        call = asyncio.create_task(waiting.step("wait"))
-        await asyncio.sleep(0)
-        processes.waits_end = True
-        with pytest.raises(EnvFailure, match=r"seed 0, turn 1: its process [12] died: exit code 3"):
-            await exiting.step("exit")
-        assert (await call).observation == "1 after 1 with wait"
-        assert (await idle.step("go")).observation == "2 after 2 with go"
-        assert pool.failures == {"env_died": 1}
-        pool.close()
-
-    run(scenario())
-
-
 def test_resets_that_were_running_in_a_process_that_ended_are_repeated() -> None:
     async def scenario() -> None:
         processes = Processes()

@@ -52,7 +52,8 @@ def test_every_mistake_is_reported_with_file_and_line_and_the_others_are_tried_t
 
 
 @pytest.mark.timeout(60)
-def test_a_hanging_environment_is_reported_after_its_deadline() -> None:
+def test_a_hanging_environment_is_reported_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_trial, "PLAY_S", 0.1)
     start = time.perf_counter()
     [problem] = try_environments([trial("Hangs")], 0.5)
     assert "a reset or step of tests.envs.broken_envs:Hangs took longer than 0.5 s (env_step_timeout_s 0.5)" in problem

@@ -666,6 +666,14 @@ def test_a_policy_distilled_over_the_tokens_of_a_teacher_comes_to_agree_with_it(
         assert 0.3 < metrics[0]["actor/teacher_top_k_mass"] < 1
 
 
+@pytest.mark.parametrize("mode", [[], [ASYNC], ["whiten_advantages=true"]])
+def test_a_policy_distilled_by_its_own_samples_comes_closer_to_the_teacher(tmp_path, mode):
+    metrics, policy, teacher = distilled(tmp_path, "loss_agg_mode=token-mean", *mode, steps=60)
+    tables = (table.log_softmax(-1) for table in (BigramCluster().table.detach(), policy.table.detach()))
+    before, after = ((one.exp() * (one - teacher.log_softmax(-1))).sum() for one in tables)
+    assert metrics[0]["actor/pg_loss"] != 0 and after < 0.7 * before, (before, after)
+
+
 def test_one_step_over_all_words_follows_the_gradient_of_the_kl_divergence(tmp_path):
     _, policy, teacher = distilled(tmp_path, "opd_top_k=5", "opd_kl_coef=0.5", "loss_agg_mode=token-mean")
     start = BigramCluster()
