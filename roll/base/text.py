@@ -34,6 +34,13 @@ def either(values: Sequence[int]) -> str:
     return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
 
 
+def format_count(count: int, noun: str) -> str:
+    """A count with its noun: `1 group`, `2 trajectories`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun.removesuffix('y')}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+
+
 def gibibytes(count: int) -> str:
     """Bytes as text, in MiB below 1 GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.base.terminal import make_console
-from roll.base.text import gibibytes
+from roll.base.text import format_count, gibibytes
 from roll.configs.devices.parallel_layout import spans
 from roll.plan.plan import Plan, needed_memory, shared_device_memory, what_stops
 
 KINDS = {
-    "has no effect": "keys without effect",
-    "is read as": "keys read as others",
-    "is read under its name": "keys read under their names here",
+    ": has no effect": "keys without effect",
+    " read as ": "keys read as others",
+    ": is read under its name": "keys read under their names here",
 }
 """Words of a warning that make its kind -> what warnings of the kind are about."""
 
@@ -32,19 +32,23 @@ def print_plan(
 ) -> None:
     """Writes the plan to `file`, or to standard output; a run `elsewhere` may find what is missing here."""
     console = make_console(file)
-    nodes = f"{_count(plan.nodes, 'node')} x {_count(plan.devices_per_node, 'device')}"
+    nodes = f"{format_count(plan.nodes, 'node')} x {format_count(plan.devices_per_node, 'device')}"
     source = f"  ({plan.source})" if plan.source else ""
     _print(console, f"{plan.exp_name}: {plan.pipeline} on {plan.platform}, {nodes}{source}", "bold", "")
     _print_list(console, "This stops the run", "bold red", what_stops(plan, device_gib, elsewhere))
     _print_list(console, "Missing here", "bold yellow", plan.stops if elsewhere else [])
     warnings = fold(plan.warnings)
     hint = "; --json prints each" if len(warnings) < len(plan.warnings) else ""
-    _print_list(console, f"{_count(len(plan.warnings), 'warning')}{hint}", "bold yellow", warnings)
+    _print_list(console, f"{format_count(len(plan.warnings), 'warning')}{hint}", "bold yellow", warnings)
     if not plan.warnings and not plan.stops:
         console.print("No warnings.", style="green")
     console.print(_roles(plan))
     _print_list(console, "Models", "bold", _models(plan))
-    console.print(_table("Batch", [(line.name, _value(line.value), line.formula) for line in plan.batch]))
+    batch = [
+        (line.name, f"{line.value:,}" if isinstance(line.value, int) else str(line.value), line.formula)
+        for line in plan.batch
+    ]
+    console.print(_table("Batch", batch))
     if plan.memory:
         console.print(_memory(plan))
     for sentence in shared_device_memory(plan):
@@ -58,28 +62,18 @@ def print_plan(
 
 def fold(warnings: Sequence[str]) -> list[str]:
     """The warnings with one line for each of KINDS that has many keys: its first warning, a count, and more keys."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[tuple[str, str, str]]] = {}
     for line in warnings:
-        kinds.setdefault(next((words for words in KINDS if words in line), line), []).append(line)
+        kinds.setdefault(next((words for words in KINDS if words in line), line), []).append(line.partition(": "))
     folded: list[str] = []
-    for words, lines in kinds.items():
-        keys = [key for line in lines for key in line.partition(words)[0].rstrip(": ").split(", ")]
-        if len(keys) < FOLDED:
-            folded += lines
-            continue
-        before, _, after = lines[0].partition(words)
-        between = before[len(before.rstrip(": ")) :]
-        more = f"{len(keys) - 1} more {KINDS[words]}: {', '.join(keys[1:FOLDED])}{', ...' if keys[FOLDED:] else ''}"
-        folded.append(f"{keys[0]}{between}{words}{after}; {more}")
+    for kind, parts in kinds.items():
+        keys = list(dict.fromkeys(key for path, _, _ in parts for key in path.split(", ")))
+        if kind not in KINDS or len(keys) < FOLDED:
+            folded += map("".join, parts)
+        else:
+            named = ", ".join(keys[1:FOLDED]) + (", ..." if keys[FOLDED:] else "")
+            folded.append(f"{keys[0]}: {parts[0][2]}; {len(keys) - 1} more {KINDS[kind]}: {named}")
     return folded
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count != 1 else ''}"
-
-
-def _value(value: float | str) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _print(console: Console, text: str, style: str = "", indent: str = "  ", bullet: str = "") -> None:
@@ -119,7 +113,7 @@ def _roles(plan: Plan) -> Table:
             role.role,
             spans(role.devices).replace(",", ", "),
             spans(role.nodes).replace(",", ", "),
-            _count(role.workers, "engine" if role.strategy == "sglang" else "rank"),
+            format_count(role.workers, "engine" if role.strategy == "sglang" else "rank"),
             f"tp{role.tensor} pp{role.pipeline} dp{role.data}",
             f"{role.strategy} {role.dtype}",
         )
@@ -149,6 +143,6 @@ def _downloads(plan: Plan) -> list[str]:
     lines = []
     for item in plan.downloads:
         there = f"{gibibytes(item.missing_bytes)} to fetch" if item.missing_bytes else "on this machine"
-        files = f"{_count(item.files, 'file')}, {gibibytes(item.bytes)}, {there}"
+        files = f"{format_count(item.files, 'file')}, {gibibytes(item.bytes)}, {there}"
         lines.append(f"{item.name}: {files} ({', '.join(item.used_by)})")
     return lines

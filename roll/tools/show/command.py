@@ -62,7 +62,9 @@ def show(
     if group is not None:
         groups = [_find_group(groups, group)]
         limit = limit or len(groups[0].samples)
-    console = _standard_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    console = make_console()
     pieces: Pieces = token_numbers
     responses = any(sample.episode is None for shown in groups for sample in shown.samples)
     if responses:
@@ -93,12 +95,6 @@ def write_page(view: RenderableType, file: Path) -> None:
         console.save_html(str(file))
     except OSError as error:
         raise option_error("--html", f"{file} cannot be written: {error}; use a file in an existing folder") from None
-
-
-def _standard_output() -> Console:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    return make_console()
 
 
 def _find_group(groups: Sequence[SampleGroup], number: int) -> SampleGroup:

@@ -29,13 +29,6 @@ ESCAPE_STYLE = "bold magenta"
 OMITTED_STYLE = "italic yellow"
 
 
-def format_count(count: int, noun: str) -> str:
-    """A count with its noun: `1 group`, `2 trajectories`."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun.removesuffix('y')}ies" if noun.endswith("y") else f"{count:,} {noun}s"
-
-
 def format_number(value: float) -> str:
     """Four significant digits, without trailing zeros."""
     return f"{value:.4g}"

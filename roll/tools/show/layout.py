@@ -11,10 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from roll.base.text import format_count
 from roll.tools.show.formatting import (
     cut_middle,
     format_advantage,
-    format_count,
     format_number,
     format_scores,
     format_versions,

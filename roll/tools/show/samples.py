@@ -136,8 +136,7 @@ def find_dump(run: Path) -> tuple[Path, str | None]:
             "rollout_dump_steps", f"is 0 in {file}, so the run wrote no samples; leave it out, and run again"
         )
     start = working_directory(run, output_dir)
-    local = None if model is None else start / model
-    return start / dump_dir, str(local) if local is not None and local.is_dir() else model
+    return start / dump_dir, str(start / model) if model and (start / model).is_dir() else model
 
 
 def working_directory(run: Path, output_dir: str) -> Path:
