@@ -47,7 +47,7 @@ A function of the user needs no entry here: `function: module:name` names it (do
 
 1. its entry here, and the keys that only it reads in `RewardConfig` below, with `only_for=belongs_to("mine")`;
 2. its function in `roll/rewards`, in a module whose SELF_TEST has samples of it that are scored before every run;
-3. `STAND_IN_TRUTHS` in `roll/lab/rehearse/data.py`, unless its ground truth may be a number;
+3. `STAND_IN_TRUTHS` in `roll/lab/rehearse/inputs.py`, unless its ground truth may be a number;
 4. `roll/configs/scoring/rewards.py`: what its keys have to fulfil together;
 5. `roll/compat`: the classes and keys of other frameworks that mean it, such as `WORKERS` of `roll_rewards.py`;
 6. its row in docs/rewards.md, its mention in README.md, and `make docs` for docs/configuration.md.

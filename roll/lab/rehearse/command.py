@@ -9,13 +9,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
 from roll.base.errors import RunError
 from roll.base.terminal import make_console
-from roll.configs.pipeline import BaseConfig
 from roll.envs.registry import try_environment
 from roll.loading.load import build_config, load_config
 from roll.models.families.hf_config import UnsupportedModel
@@ -23,10 +21,6 @@ from roll.plan.hardware import prepare_run
 from roll.tools.processes import CONSOLE_LOG
 from roll.tools.show.tokens import model_pieces
 from roll.tools.terminal import integer, option_error
-
-if TYPE_CHECKING:
-    from roll.lab.rehearse.runs import Say
-    from roll.lab.rehearse.shrink import Rehearsal
 
 CONFIG_FILE, REPORT_FILE = "rehearsal.yaml", "rehearsal.json"
 """Files of a rehearsal: its configuration, which `roll run` accepts too, and its report."""
@@ -65,45 +59,36 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"rehearsing {file} in {out}")
     recipe = load_config(file, arguments.overrides, try_environment=try_environment)
     prepare_folder(out)
-    from roll.lab.rehearse.report import findings, sample_view, summary_of, tables, verdict  # imports torch
+    from roll.lab.rehearse.inputs import make_inputs  # imports torch and transformers
+    from roll.lab.rehearse.overrides import shrink
+    from roll.lab.rehearse.report import findings, sample_view, summary_of, tables, verdict
     from roll.lab.rehearse.runs import cause_of_failure, run_twice
 
     try:
-        rehearsal, small = write_miniature(recipe, out, steps, say)
-        layouts = rehearsal.placement.layouts
-        parts = [f"{role} on {layouts[role].world_size} of {rehearsal.placement.slots} CPU slots" for role in layouts]
+        rehearsal = shrink(recipe, make_inputs(recipe, out, steps, say), str(out / "run"), steps)
+        text = yaml.safe_dump(rehearsal.tree, sort_keys=False)
+        head = f"# {recipe.source.file} in miniature, written by `roll rehearse`.\n"
+        (out / CONFIG_FILE).write_text(head + text, encoding="utf-8")
+        small = build_config(rehearsal.tree, source=str(out / CONFIG_FILE), try_environment=try_environment)
+        prepare_run(small)
+        slots, layouts = rehearsal.placement.slots, rehearsal.placement.layouts
+        parts = [f"{role} on {layout.world_size} of {slots} CPU slots" for role, layout in layouts.items()]
         say(f"starting Ray, {', '.join(parts)}; this takes about a minute")
         records = run_twice(out / CONFIG_FILE, Path(small.output_dir), file.parent, steps, say)
     except (RunError, UnsupportedModel) as error:
         print(error, file=sys.stderr)
         return 1
-    made = findings(recipe, small, rehearsal.placement, records)
+    made = [*findings(recipe, small, rehearsal.placement, records)]
     summary = summary_of(made, rehearsal.changes, time.monotonic() - start)
     (out / REPORT_FILE).write_text(json.dumps(summary, indent=2, default=str) + "\n")
     console = make_console()
     if not all(record.finished for record in records):
         console.print(cause_of_failure(out / CONSOLE_LOG), style="red", markup=False, soft_wrap=True)
     console.print(tables(made, rehearsal.changes))
-    view = sample_view(small, records[0], model_pieces(small.actor_train.model_args.model_name_or_path))
-    if view is not None:
-        console.print("", view)
+    pieces = model_pieces(small.actor_train.model_args.model_name_or_path)
+    console.print(sample_view(small, records[0], pieces))
     say(f"{verdict(made)}; the run is in {out}: {CONFIG_FILE}, {REPORT_FILE}, {CONSOLE_LOG}, run/")
     return 0 if summary["passed"] else 1
-
-
-def write_miniature(recipe: BaseConfig, out: Path, steps: int, say: Say) -> tuple[Rehearsal, BaseConfig]:
-    """Writes model, data and configuration of the run in miniature, and loads the configuration."""
-    from roll.lab.rehearse.inputs import make_inputs  # imports torch and transformers
-    from roll.lab.rehearse.shrink import shrink
-
-    inputs = make_inputs(recipe, out, steps, say)
-    rehearsal = shrink(recipe, inputs, str(out / "run"), steps)
-    file = out / CONFIG_FILE
-    head = f"# {recipe.source.file} in miniature, written by `roll rehearse`.\n"
-    file.write_text(head + yaml.safe_dump(rehearsal.tree, sort_keys=False), encoding="utf-8")
-    small = build_config(rehearsal.tree, source=str(file), try_environment=try_environment)
-    prepare_run(small)
-    return rehearsal, small
 
 
 def prepare_folder(out: Path) -> None:

@@ -1,27 +1,37 @@
-"""Makes what a rehearsal runs on: random models, a tokenizer, and a few rows of data or probed environments."""
+"""What a rehearsal runs on: random models, the first rows of the data, and the lengths of messages of environments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from roll.base.errors import ConfigError, RunError
+from roll.base.errors import ConfigError, RunError, unreachable
 from roll.configs.agentic import AgenticConfig
+from roll.configs.arguments import DataArguments
 from roll.configs.environments import CustomEnvConfig
-from roll.configs.pipeline import BaseConfig, RLConfig, RLVRConfig
-from roll.configs.user_code import failure_text, users_frame
+from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
+from roll.configs.scoring.built_in_rewards import built_in_of
+from roll.configs.scoring.rewards import rewards_of
+from roll.datasets.preferences import read_preference
+from roll.datasets.prompts import Prompt, question, tag_of
+from roll.datasets.records import Record, read_records
+from roll.datasets.sft import read_prompt_response
+from roll.datasets.tokenizer import encode_data, token_lengths
 from roll.envs import make_env
-from roll.lab.rehearse.data import write_data
+from roll.hub.names import local_file
 from roll.lab.rehearse.model import add_score_head, find_tokenizer, recipe_model, write_model
 from roll.lab.rehearse.sizes import shrink_batch, shrink_layouts
 from roll.plan.check_inputs import check_environments
+from roll.usercode.env_trial import Played, play
 
-VALIDATION_ROWS = 4
-"""Rows of validation."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-EXAMPLES = 16
-"""Rows that SFT and preference training learn from."""
+VALIDATION_ROWS, EXAMPLES = 4, 16
+"""Rows of validation, and rows that SFT and preference training learn from."""
 
 FEW_ACTIONS = 3
 """Actions of a trajectory: a first turn, one that continues, and one that ends it."""
@@ -29,8 +39,19 @@ FEW_ACTIONS = 3
 CHAT_TOKENS = 200
 """Upper bound of what a chat template adds to one message, its default system message included."""
 
-PROBED_STEPS = 2
-"""Steps of an environment whose observations are measured."""
+SCANNED_ROWS = 2000
+"""Rows of a file that are read, to find the first ones that are short enough and one of every tag."""
+
+MOST_TOKENS = 512
+"""Longest prompt, or example of SFT, of a rehearsal; longer ones are taken only if all are longer."""
+
+STAND_IN_TRUTHS = {
+    "multiple_choice": "A",
+    "ifeval": '{"func_name": "validate_no_commas"}',
+    "reasoning_gym": '{"answer": "3", "metadata": {"source_dataset": "chain_sum"}}',
+    "code_sandbox": '{"inputs": ["1 2"], "outputs": ["3"]}',
+}
+"""Ground truths in the format of built-in rewards that do not compare with an answer."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +101,17 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     reasons = {"model": f"a random {source.family.architecture} (known from {source.basis}) with {kind}"}
     say(f"model: {reasons['model']}")
     if isinstance(recipe, AgenticConfig):
-        first, between = _probe(recipe)
+        first, between = longest_messages(recipe)
         actions = fewest_actions(recipe)
         return Inputs(models, prompt_tokens=first, turn_tokens=between, actions=actions, reasons=reasons)
-    rows = {"actor_train": _training_rows(recipe, steps), "validation": VALIDATION_ROWS if recipe.eval_steps else 0}
-    made = {role: write_data(recipe, role, tokenizer, folder / "data", count) for role, count in rows.items() if count}
+    rows = {"actor_train": EXAMPLES, "validation": VALIDATION_ROWS}
+    if isinstance(recipe, RLConfig):
+        ranks = shrink_layouts(recipe.device_roles()).layouts["actor_train"].data
+        rows["actor_train"] = shrink_batch(recipe, ranks).groups * steps
+    made = {role: write_data(recipe, role, tokenizer, folder / "data", rows[role]) for role in recipe.data_roles()}
     for role, data in made.items():
-        reasons[role] = data.reason or "the first rows"
-        say(f"data of {role}: {data.reason or 'the first rows of its own files'}")
+        reasons[role] = data.reason
+        say(f"data of {role}: {data.reason}")
     return Inputs(
         models,
         {role: data.files for role, data in made.items()},
@@ -97,23 +121,90 @@ def make_inputs(recipe: BaseConfig, folder: Path, steps: int, say: Callable[[str
     )
 
 
-def _training_rows(recipe: BaseConfig, steps: int) -> int:
-    if not isinstance(recipe, RLConfig):
-        return EXAMPLES
-    data_parallel = shrink_layouts(recipe.device_roles()).layouts["actor_train"].data
-    return shrink_batch(recipe, data_parallel).groups * steps
+@dataclass(frozen=True)
+class RoleData:
+    """The files of one role, the tokens of the longest prompt and of the longest example, and where rows are from."""
+
+    files: list[str]
+    prompt_tokens: int
+    sequence_tokens: int
+    reason: str
 
 
-def _probe(recipe: AgenticConfig) -> tuple[int, int]:
-    problems = check_environments(recipe)  # first, because a process of its own may hang or die
-    if problems:
-        raise RunError("\n".join(problems))
-    try:
-        return longest_messages(recipe)
-    except Exception as error:
-        if users_frame(error) is None:
-            raise
-        raise RunError(failure_text(error)) from error
+def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase, folder: Path, rows: int) -> RoleData:
+    """Writes about `rows` rows of a role, in a file for each file of the recipe; a file has at least one row.
+
+    Raises:
+        DatasetError: a row of the recipe's own files cannot be used; the message names file and line.
+    """
+    args: DataArguments = getattr(config, role).data_args
+    absent = [name for name in args.file_name if not local_file(name).is_file() or unreachable(local_file(name))]
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    count = max(1, rows // max(1, len(args.file_name)))
+    folder.mkdir(parents=True, exist_ok=True)
+    lengths: list[tuple[int, int]] = []
+    files = [folder / f"{role}-{number}.jsonl" for number in range(len(args.file_name))]
+    for number, (name, file) in enumerate(zip(args.file_name, files, strict=True)):
+        records = _stand_ins(config, args, file, number, count) if absent else read_records(name, limit=SCANNED_ROWS)
+        measured = _token_lengths(config, args, records, tokenizer)
+        scorers = ["+".join(rewards_of(rewards, tag_of(record, args))) for record in records]
+        chosen = choose_rows([max(pair) for pair in measured], scorers, count)
+        lengths += [measured[index] for index in chosen]
+        lines = [json.dumps(records[index].row, ensure_ascii=False, default=str) + "\n" for index in chosen]
+        file.write_text("".join(lines), encoding="utf-8")
+    reason = f"{absent[0]} is not on this machine: stand-in rows" if absent else "the first rows of its own files"
+    prompts, examples = zip(*lengths, strict=True)
+    return RoleData([str(file) for file in files], max(prompts), max(examples), reason)
+
+
+def choose_rows(tokens: Sequence[int], kinds: Sequence[str], count: int) -> list[int]:
+    """Indices of `count` rows in order: the first short one of every kind, then the first short ones.
+
+    A row is short up to `MOST_TOKENS`; where there is none, the shortest are taken. There are more than `count` if
+    there are more kinds.
+    """
+    order = sorted(range(len(tokens)), key=lambda index: max(tokens[index], MOST_TOKENS))
+    first = {kinds[index]: index for index in reversed(order)}.values()
+    short = [index for index in order if tokens[index] <= MOST_TOKENS]
+    chosen = list(dict.fromkeys([*first, *(short or order)]))
+    return sorted(chosen[: max(count, len(first))])
+
+
+def _stand_ins(config: BaseConfig, args: DataArguments, file: Path, salt: int, count: int) -> list[Record]:
+    """Rows with sums of two digits in the columns of the recipe: some for every tag that a reward scores."""
+    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
+    tags = [tag for reward in rewards.values() for tag in reward.tag_included or ["math_rule"]] or ["math_rule"]
+    records = []
+    for number in range(max(count, len(tags))):
+        first, second, tag = number % 7 + 1, (3 * number + salt) % 3, tags[number % len(tags)]
+        answer = str(first + second)
+        row = {args.id: f"{file.stem}-{number}", args.tag: tag, args.prompt: f"{first}+{second}="}
+        if isinstance(config, PreferenceConfig):
+            row |= {args.chosen: answer, args.rejected: str(first + second + 1)}
+        else:
+            row[args.response] = answer
+        if scorers := rewards_of(rewards, tag):
+            row[args.ground_truth] = STAND_IN_TRUTHS.get(built_in_of(rewards[scorers[0]].function) or "", answer)
+        records.append(Record(file, number + 1, row))
+    return records
+
+
+def _token_lengths(
+    config: BaseConfig, args: DataArguments, records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, int]]:
+    """Tokens of the prompt of each row, and of the prompt with its (longer) answer where answers are learned."""
+
+    def read() -> Iterator[Any]:
+        for record in records:
+            if isinstance(config, SFTConfig):
+                yield read_prompt_response(record, args)
+            elif isinstance(config, PreferenceConfig):
+                yield read_preference(record, args)
+            else:
+                yield Prompt("", "", question(record, args), None)
+
+    unlimited = replace(config, prompt_length=1 << 30, sequence_length=1 << 30)
+    return token_lengths(config, encode_data(unlimited, args, [*read()], tokenizer)[0])
 
 
 def fewest_actions(config: AgenticConfig) -> dict[str, int]:
@@ -137,20 +228,22 @@ def _accepts(entry: CustomEnvConfig, actions: int) -> bool:
 def longest_messages(config: AgenticConfig) -> tuple[int, int]:
     """Upper bounds of the tokens of the first message of a trajectory, and of the messages between two answers.
 
-    Every environment is reset and stepped a few times; a token has at least one byte.
+    A token has at least one byte; every environment plays the episodes of its trial.
+
+    Raises:
+        RunError: an environment failed; the message begins with the place in the user's code.
     """
     first = between = 0
+    played: dict[str, Played] = {}
+    if problems := check_environments(config, played):
+        raise RunError("\n".join(problems))
     for tag, entry in config.custom_envs.items():
-        env = make_env(entry.env_type, entry.env_config, f"custom_envs.{tag}")
-        observations = [env.reset(seed=config.seed)[0]]
-        for _ in range(PROBED_STEPS):
-            observation, _, terminated, truncated, _ = env.step("")
-            observations.append(observation)
-            if terminated or truncated:
-                break
-        env.close()
-        message = _bytes(entry.agent_template) + max(map(_bytes, observations)) + CHAT_TOKENS
-        first = max(first, message + _bytes(entry.agent_system_template or "") + _bytes(env.instruction))
+        path = f"custom_envs.{tag}"
+        episode = played.get(path) or play(make_env(entry.env_type, entry.env_config, path))
+        if isinstance(episode, str):
+            raise RunError(episode)
+        message = _bytes(entry.agent_template) + max(map(_bytes, episode.observations), default=0) + CHAT_TOKENS
+        first = max(first, message + _bytes(entry.agent_system_template or "") + _bytes(episode.instruction))
         between = max(between, message)
     return first, between
 

@@ -20,8 +20,6 @@ from roll.models.tiny import write_tiny_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_FAMILY = "qwen2"
-
 SIZE = re.compile(r"(\d+(?:\.\d+)?)b(?![a-z0-9])", re.I)
 
 LARGEST_TIED = 4.0
@@ -34,23 +32,12 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "initializer_range": 0.05,
 }
 """Divides by 1, 2 and 4 tensor-parallel ranks and by 2 pipeline stages."""
 
 POSITIONS = 32768
 """`max_position_embeddings` where the recipe's model does not give more."""
-
-SPREAD = 0.05
-"""Standard deviation of the random weights."""
-
-COMMON_PART = 2.0
-"""Length of what all embeddings have in common; the random part is 0.4 long."""
-
-PROBE_SHAPE = (8, 64)
-"""Sequences and tokens of each from which the mean hidden state is taken."""
-
-KEPT_SETTINGS = ("tie_word_embeddings", "rms_norm_eps")
-"""Settings of a config.json that the random model has too."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,6 @@ class ModelSource:
     """What is known about a model of the recipe.
 
     Attributes:
-        family: of the model.
         settings: of its config.json; empty if that is not on this machine.
         basis: how the architecture is known.
     """
@@ -75,17 +61,16 @@ def recipe_model(name: str) -> ModelSource:
     Raises:
         UnsupportedModel: its config.json is not that of a supported model.
     """
-    file = local_model(name) / CONFIG_NAME
+    file, label = local_model(name) / CONFIG_NAME, Path(name).name
     if file.is_file():
         raw = read_model_config(file, value_head=True)
         return ModelSource(name, family_of(raw["architectures"][0]), raw, "its config.json")
-    label = Path(name).name
-    for family in reversed(families()):
-        if family.rehearsal.names.search(label):
-            size = SIZE.search(label)
-            tied = size is not None and float(size[1]) <= LARGEST_TIED
-            return ModelSource(name, family, {"tie_word_embeddings": tied}, "its name")
-    return ModelSource(name, family_named(DEFAULT_FAMILY), {}, "an assumption, as its name does not tell")
+    family = next((each for each in reversed(families()) if each.rehearsal.names.search(label)), None)
+    if family is None:
+        return ModelSource(name, family_named("qwen2"), {}, "an assumption, as its name does not tell")
+    size = SIZE.search(label)
+    tied = size is not None and float(size[1]) <= LARGEST_TIED
+    return ModelSource(name, family, {"tie_word_embeddings": tied}, "its name")
 
 
 def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[PreTrainedTokenizerBase, str]:
@@ -93,16 +78,13 @@ def find_tokenizer(source: ModelSource, stop_strings: Sequence[str]) -> tuple[Pr
 
     Each of `stop_strings` is one token of the stand-in.
     """
-    folder, why = local_model(source.name), ""
-    if not folder.is_dir():
-        why = f"{source.name} is not on this machine"
-    elif not has_tokenizer(folder):
-        why = f"{source.name} has no tokenizer"
-    else:
-        try:
+    folder = local_model(source.name)
+    try:
+        if has_tokenizer(folder):
             return load_tokenizer(source.name), ""
-        except RunError as error:
-            why = str(error)
+        why = f"{source.name} {'has no tokenizer' if folder.is_dir() else 'is not on this machine'}"
+    except RunError as error:
+        why = str(error)
     return stand_in_tokenizer(source.family, stop_strings), why
 
 
@@ -114,14 +96,13 @@ def stand_in_tokenizer(family: ModelFamily, words: Sequence[str] = ()) -> PreTra
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    markers = sorted({marker for template in chat_templates().values() for marker in template.markers})
     end = family.rehearsal.end_of_turn
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([end, *alphabet])}
+    markers = {marker for template in chat_templates().values() for marker in template.markers} - {end}
+    vocabulary = {token: number for number, token in enumerate([end, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     options: dict[str, Any] = {
         "pad_token": end,
         "eos_token": end,
-        "additional_special_tokens": [marker for marker in markers if marker != end],
+        "additional_special_tokens": sorted(markers),
         "chat_template": chat_templates()[family.rehearsal.template].jinja,
         "clean_up_tokenization_spaces": False,
         "model_max_length": POSITIONS,
@@ -144,21 +125,20 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
 
     disable_progress_bar()
     set_verbosity_error()  # a head without weights gets random ones, as it should
-    settings = {key: source.settings[key] for key in KEPT_SETTINGS if source.settings.get(key) is not None}
-    heads = source.settings.get("num_attention_heads")
-    if heads is not None and source.settings.get("num_key_value_heads", heads) == heads:
-        settings["num_key_value_heads"] = SHAPE["num_attention_heads"]
-    rotary = rotary_values(source.settings)
-    if rotary:
+    known = source.settings
+    shape = SHAPE | {key: known[key] for key in ("tie_word_embeddings", "rms_norm_eps") if known.get(key) is not None}
+    shape["max_position_embeddings"] = max(POSITIONS, known.get("max_position_embeddings") or 0)
+    heads = known.get("num_attention_heads")
+    if heads is not None and known.get("num_key_value_heads", heads) == heads:
+        shape["num_key_value_heads"] = SHAPE["num_attention_heads"]
+    if rotary := rotary_values(known):
         kind = rotary.pop("rope_type", None) or rotary.pop("type", None) or "default"
-        settings["rope_parameters"] = {"rope_theta": 10000.0, **rotary, "rope_type": kind}
-    positions = max(POSITIONS, source.settings.get("max_position_embeddings") or 0)
+        shape["rope_parameters"] = {"rope_theta": 10000.0, **rotary, "rope_type": kind}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    shape = SHAPE | {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "initializer_range": SPREAD}
-    write_tiny_model(folder, source.family.name, seed, **shape, **settings, **ids)
+    write_tiny_model(folder, source.family.name, seed, **shape, **ids, vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder)
-    digits = [token for token in (tokenizer.get_vocab().get(digit) for digit in "0123456789") if token is not None]
-    prefer_tokens(folder, [tokenizer.eos_token_id, *digits])
+    digits = [token for token in map(tokenizer.get_vocab().get, "0123456789") if token is not None]
+    _prefer_tokens(folder, [tokenizer.eos_token_id, *digits])
     return folder
 
 
@@ -173,22 +153,23 @@ def add_score_head(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def prefer_tokens(folder: Path, preferred: Sequence[int]) -> None:
+def _prefer_tokens(folder: Path, preferred: Sequence[int]) -> None:
     """Makes about half of what a random model writes these tokens.
 
     With digits among them, some answers to stand-in problems are right by chance, so the samples of a group differ in
-    their scores and the loss has a gradient. All embeddings get a common part, which reaches the last hidden state; the
-    output rows of the tokens get the mean of that state, in the size that makes them as likely as all others together.
+    their scores and the loss has a gradient. All embeddings get a common part, five times as long as their random one,
+    which reaches the last hidden state; the output rows of the tokens get the mean of that state, in the size that
+    makes them as likely as all others together.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     vocabulary, hidden = model.get_input_embeddings().weight.shape
-    ids = torch.randint(vocabulary, PROBE_SHAPE, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(vocabulary, (8, 64), generator=torch.Generator().manual_seed(0))
     odds = math.log(max(vocabulary, 2 * len(preferred)) / len(preferred))
     with torch.no_grad():
-        model.get_input_embeddings().weight += COMMON_PART * hidden**-0.5
+        model.get_input_embeddings().weight += 2.0 * hidden**-0.5
         mean = model.model(input_ids=ids).last_hidden_state.mean(dim=(0, 1))
         model.get_output_embeddings().weight[list(preferred)] += odds / float(mean @ mean) * mean
     model.save_pretrained(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,10 +21,10 @@ from roll.configs.scoring.rewards import rewards_of
 from roll.datasets.preferences import load_preferences
 from roll.datasets.prompts import load_prompts
 from roll.datasets.sft import load_sft_data
+from roll.lab.rehearse.overrides import Change
 from roll.lab.rehearse.runs import RunRecord
-from roll.lab.rehearse.shrink import Change
 from roll.lab.rehearse.sizes import Placement
-from roll.tools.show.formatting import format_number, sanitize
+from roll.tools.show.formatting import format_count, format_number, sanitize
 from roll.tools.show.layout import MODEL_STYLE, OBSERVATION_STYLE, step_view
 from roll.tools.show.samples import SampleGroup, groups_of
 from roll.tools.show.tokens import Pieces
@@ -53,160 +53,136 @@ class Part:
     not_exercised: list[str] = field(default_factory=list)
 
 
-def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> list[Part]:
+def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: Sequence[RunRecord]) -> Iterator[Part]:
     """What the run and the resumed one exercised; the second is missing if the first failed."""
-    first = runs[0]
-    made = [_placement(role, recipe, placement) for role in placement.layouts]
-    made.append(_steps(small, first))
+    first, steps = runs[0], small.max_steps
+    yield from [_placement(role, recipe, placement) for role in placement.layouts]
+    yield _steps(small, first)
     if isinstance(small, RLConfig):
-        made += [_weight_updates(first), _policy(small, first), _schedule(small, first)]
+        yield from [_weight_updates(first), _policy(small, first), _schedule(small, first)]
     if isinstance(small, RLVRConfig):
-        made += _rewards(small, first)
+        yield from _rewards(small, first)
     elif isinstance(small, AgenticConfig):
-        made += _environments(small, first)
+        yield from _environments(small, first)
     if small.eval_steps:
-        made.append(_validation(first))
-    steps = small.max_steps
-    has_checkpoint = steps - 1 in first.checkpoints
-    made.append(Part("checkpoint", has_checkpoint, f"of steps {', '.join(map(str, first.checkpoints)) or 'none'}"))
-    made.append(_resume(small, runs))
+        values = [
+            f"{name} {format_number(line[name])} at step {int(line['step'])}"
+            for line in first.lines
+            for name in ("val/score", "val/loss")
+            if line.get(name) is not None
+        ]
+        yield Part("validation", bool(values), "; ".join(values) or "none")
+    yield Part("checkpoint", steps - 1 in first.checkpoints, f"of steps {_joined(first.checkpoints)}")
+    resumed = len(runs) > 1 and runs[1].finished and any(line["step"] == steps for line in runs[1].lines)
+    detail = f"a new run continued at step {steps - 1} and made step {steps}" if resumed else "the resumed run failed"
+    untried = "not tried, since the first run failed or wrote no checkpoint"
+    yield Part("resume", resumed, detail if len(runs) > 1 else untried)
     if small.track_with:
-        made.append(_trackers(small, first))
-    return made
+        missing = [name for name in small.track_with if name not in ("stdout", *first.entries)]
+        seen = f"{_joined(missing)} wrote nothing" if missing else f"{_joined(small.track_with)}, and metrics.jsonl"
+        yield Part("trackers", not missing, seen)
+
+
+def _joined(values: Iterable[Any]) -> str:
+    return ", ".join(format_number(each) if isinstance(each, float) else str(each) for each in values) or "none"
 
 
 def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Part:
     section, layout = getattr(recipe, role), placement.layouts[role]
-    before = section.layout
+    sizes = {"tensor": "tensor parallel", "pipeline": "pipeline parallel", "data": "data parallel"}
     if isinstance(section, EngineRoleConfig):
-        copies = "number of engines"
-        shape = f"{layout.data} SGLang engine{'s' if layout.data > 1 else ''}, tensor parallel {layout.tensor}"
+        sizes["data"] = "number of engines"
+        shape = f"{format_count(layout.data, 'SGLang engine')}, tensor parallel {layout.tensor}"
     else:
-        copies, megatron = "data parallel", section.strategy_args.strategy_config
         shape = f"Megatron TP{layout.tensor} PP{layout.pipeline} DP{layout.data}"
-        shape += ", sequence parallel" if megatron.sequence_parallel and layout.tensor > 1 else ""
-    sizes = {"tensor": "tensor parallel", "pipeline": "pipeline parallel", "data": copies}
-    lost = [
-        f"{text} {getattr(before, name)} is 1 here"
-        for name, text in sizes.items()
-        if getattr(before, name) > 1 and getattr(layout, name) == 1
-    ]
+        if section.strategy_args.strategy_config.sequence_parallel and layout.tensor > 1:
+            shape += ", sequence parallel"
+    before = {name: getattr(section.layout, name) for name in sizes if getattr(layout, name) == 1}
+    lost = [f"{sizes[name]} {size} is 1 here" for name, size in before.items() if size > 1]
     others = [name for name, own in placement.devices.items() if name != role and own == placement.devices[role]]
-    shared = f"; shares its devices here with {' and '.join(others)}" if others else ""
-    own = {*section.device_mapping}
-    apart = [name for name in others if not own & {*getattr(recipe, name).device_mapping}]
-    lost += [f"devices apart from {' and '.join(apart)}"] if apart else []
-    return Part(role, True, f"{shape}{shared}", lost)
+    if others:
+        shape += f"; shares its devices here with {' and '.join(others)}"
+    apart = [name for name in others if not {*section.device_mapping} & {*getattr(recipe, name).device_mapping}]
+    if apart:
+        lost.append(f"devices apart from {' and '.join(apart)}")
+    return Part(role, True, shape, lost)
 
 
 def _steps(small: BaseConfig, run: RunRecord) -> Part:
-    done = [line for line in run.lines if line["step"]]
-    per_batch = small.optimizer_steps_per_batch
+    done = sum(line["step"] > 0 for line in run.lines)
     accumulation = small.actor_train.training_args.gradient_accumulation_steps
-    norms = run.values("actor/grad_norm")
-    detail = f"{len(done)} of {small.max_steps}, each of {per_batch} optimizer step{'s' if per_batch > 1 else ''}"
-    detail += f" of {accumulation} micro-batches a rank; gradient norm {', '.join(map(format_number, norms)) or 'none'}"
-    return Part("training steps", run.finished and len(done) == small.max_steps, detail)
+    detail = f"{done} of {small.max_steps}, each of {format_count(small.optimizer_steps_per_batch, 'optimizer step')}"
+    detail += f" of {accumulation} micro-batches a rank; gradient norm {_joined(run.values('actor/grad_norm'))}"
+    return Part("training steps", run.finished and done == small.max_steps, detail)
 
 
 def _weight_updates(run: RunRecord) -> Part:
     verified = run.values("weight_update/verified")
-    bytes_sent = max(run.values("weight_update/bytes"), default=0)
-    detail = f"{int(sum(verified))} of {len(verified)} verified by checksum, {bytes_sent / 2**20:.1f} MiB each"
+    size = max(run.values("weight_update/bytes"), default=0) / 2**20
+    detail = f"{int(sum(verified))} of {len(verified)} verified by checksum, {size:.1f} MiB each"
     return Part("weight updates", bool(verified) and all(verified), detail)
 
 
 def _policy(small: RLConfig, run: RunRecord) -> Part:
-    parts = [f"pg_variant {small.actor_train.pg_variant}", f"adv_estimator {small.adv_estimator}"]
-    parts += ["KL loss"] if small.use_kl_loss else []
-    parts += ["KL in the reward"] if small.add_token_level_kl else []
-    parts += ["off-policy correction"] if small.correction.active else []
-    losses = run.values("actor/loss")
-    detail = f"{', '.join(parts)}; loss {', '.join(map(format_number, losses))}"
-    learned = any(run.values("actor/grad_norm"))
+    options = {
+        f"pg_variant {small.actor_train.pg_variant}": True,
+        f"adv_estimator {small.adv_estimator}": True,
+        "KL loss": small.use_kl_loss,
+        "KL in the reward": small.add_token_level_kl,
+        "off-policy correction": small.correction.active,
+    }
+    losses, learned = run.values("actor/loss"), any(run.values("actor/grad_norm"))
+    detail = f"{_joined(name for name, used in options.items() if used)}; loss {_joined(losses)}"
     if losses and not learned:
         detail += "; no gradient, since all scores of a group were equal: try more --steps"
     return Part("policy loss", bool(losses) and learned, detail)
 
 
 def _schedule(small: RLConfig, run: RunRecord) -> Part:
-    stale = run.values("staleness/max")
-    detail = f"async_generation_ratio {small.async_generation_ratio:g}, {small.in_flight_policy} at a weight update"
-    if not small.async_generation_ratio:
-        detail = "synchronous"
+    stale, ratio = run.values("staleness/max"), small.async_generation_ratio
+    detail = (
+        f"async_generation_ratio {ratio:g}, {small.in_flight_policy} at a weight update" if ratio else "synchronous"
+    )
     return Part("schedule", bool(stale), f"{detail}; largest staleness {format_number(max(stale, default=0))}")
 
 
-def _rewards(small: RLVRConfig, run: RunRecord) -> list[Part]:
+def _rewards(small: RLVRConfig, run: RunRecord) -> Iterator[Part]:
     args = small.actor_train.data_args
     tags = {prompt.id: prompt.tag for prompt in load_prompts(args.file_name, args, lambda tag: {})}
-    scores: dict[str, list[float]] = {name: [] for name in small.rewards}
-    prompts: dict[str, set[str]] = {name: set() for name in small.rewards}
-    for sample in run.all_samples:
-        for owner in rewards_of(small.rewards, tags.get(sample["id"], "")):
-            scores[owner].append(sample["score"])
-            prompts[owner].add(sample["id"])
-    made = []
-    for name, own in scores.items():
-        if not own:
-            tags_here = ", ".join(small.rewards[name].tag_included)
-            made.append(Part(f"reward {name}", False, f"no response to a prompt tagged {tags_here}; use more --steps"))
-            continue
-        values = ", ".join(f"{format_number(value)} ({count})" for value, count in sorted(Counter(own).items())[:4])
-        detail = f"{len(own)} responses to {len(prompts[name])} prompts; scores (responses): {values}"
-        lost = ["grade_pattern"] if scoring_role(small.rewards[name]) == "judge" else []
-        made.append(Part(f"reward {name}", True, detail, lost))
-    return made
+    samples = [sample for of_step in run.samples.values() for sample in of_step]
+    for name, reward in small.rewards.items():
+        own = [sample for sample in samples if name in rewards_of(small.rewards, tags.get(sample["id"], ""))]
+        detail = f"no response to a prompt tagged {', '.join(reward.tag_included)}; use more --steps"
+        if own:
+            counts = sorted(Counter(sample["score"] for sample in own).items())[:4]
+            values = _joined(f"{format_number(score)} ({count})" for score, count in counts)
+            prompts = len({sample["id"] for sample in own})
+            detail = f"{len(own)} responses to {prompts} prompts; scores (responses): {values}"
+        lost = ["grade_pattern"] if own and scoring_role(reward) == "judge" else []
+        yield Part(f"reward {name}", bool(own), detail, lost)
 
 
-def _environments(small: AgenticConfig, run: RunRecord) -> list[Part]:
-    made = []
+def _environments(small: AgenticConfig, run: RunRecord) -> Iterator[Part]:
+    episodes = [sample["episode"] for of_step in run.samples.values() for sample in of_step]
     for tag in small.tags_of(small.train_env_manager):
-        episodes = [sample["episode"] for sample in run.all_samples if sample["episode"]["tag"] == tag]
-        trajectories = {episode["trajectory"] for episode in episodes}
-        turns = sum(len(episode["turns"]) for episode in episodes)
-        made.append(Part(f"environment {tag}", bool(episodes), f"{len(trajectories)} trajectories, {turns} turns"))
-    return made
-
-
-def _validation(run: RunRecord) -> Part:
-    values = [
-        f"{name} {format_number(line[name])} at step {int(line['step'])}"
-        for line in run.lines
-        for name in ("val/score", "val/loss")
-        if line.get(name) is not None
-    ]
-    return Part("validation", bool(values), "; ".join(values) or "none")
-
-
-def _resume(small: BaseConfig, runs: Sequence[RunRecord]) -> Part:
-    if len(runs) < 2:
-        return Part("resume", False, "not tried, since the first run failed or wrote no checkpoint")
-    last = [line for line in runs[1].lines if line["step"] == small.max_steps]
-    passed = runs[1].finished and bool(last)
-    detail = f"a new run continued at step {small.max_steps - 1} and made step {small.max_steps}"
-    return Part("resume", passed, detail if passed else "the resumed run failed")
-
-
-def _trackers(small: BaseConfig, run: RunRecord) -> Part:
-    missing = [name for name in small.track_with if name != "stdout" and name not in run.entries]
-    detail = f"{', '.join(small.track_with)}, and metrics.jsonl"
-    return Part("trackers", not missing, f"{', '.join(missing)} wrote nothing" if missing else detail)
+        own = [episode for episode in episodes if episode["tag"] == tag]
+        trajectories, turns = {episode["trajectory"] for episode in own}, sum(len(each["turns"]) for each in own)
+        yield Part(f"environment {tag}", bool(own), f"{len(trajectories)} trajectories, {turns} turns")
 
 
 def summary_of(made: Sequence[Part], changes: Sequence[Change], seconds: float) -> dict[str, Any]:
     """The report as values for JSON."""
     return {
-        "passed": all(finding.passed for finding in made),
+        "passed": all(part.passed for part in made),
         "seconds": round(seconds, 1),
-        "exercised": [asdict(finding) for finding in made],
+        "exercised": [asdict(part) for part in made],
         "shrunk": [asdict(change) for change in changes],
     }
 
 
 def verdict(made: Sequence[Part]) -> str:
-    lost = [f"{text} ({finding.name})" for finding in made for text in finding.not_exercised]
-    passed = "every part" if all(finding.passed for finding in made) else "not every part"
+    lost = [f"{text} ({part.name})" for part in made for text in part.not_exercised]
+    passed = "every part" if all(part.passed for part in made) else "not every part"
     return f"{passed} was exercised" + (f", except {', '.join(lost)}" if lost else "")
 
 
@@ -215,45 +191,39 @@ def tables(made: Sequence[Part], changes: Sequence[Change]) -> RenderableType:
     exercised = Table(box=box.SIMPLE_HEAD, title="Exercised", title_justify="left", title_style="bold")
     for column in ("", "part", "what was seen"):
         exercised.add_column(column, overflow="fold")
-    for finding in made:
-        mark = Text("ok", "green") if finding.passed else Text("NO", "bold red")
-        lost = [f"not exercised: {text}" for text in finding.not_exercised]
-        exercised.add_row(mark, Text(finding.name), Text("; ".join([finding.detail, *lost])))
-    by_reason: dict[str, list[Change]] = {}
-    for change in changes:
-        by_reason.setdefault(change.reason, []).append(change)
+    for part in made:
+        mark = Text("ok", "green") if part.passed else Text("NO", "bold red")
+        lost = [f"not exercised: {text}" for text in part.not_exercised]
+        exercised.add_row(mark, Text(part.name), Text("; ".join([part.detail, *lost])))
     shrunk = [Text("Changed for the rehearsal", "bold")]
-    for reason, same in by_reason.items():
+    for reason in dict.fromkeys(change.reason for change in changes):
         shrunk.append(Text(f"  {reason}", "italic"))
-        shrunk += [
-            Text(f"    {change.path}: {_shown(change.before)} -> {_shown(change.after, 'left out')}") for change in same
-        ]
+        for change in [each for each in changes if each.reason == reason]:
+            after = _shown(change.after, "left out")
+            shrunk.append(Text(f"    {change.path}: {_shown(change.before, 'null')} -> {after}"))
     limits = [Text(""), Text("Not told by a CPU", "bold"), *(Text(f"  - {limit}") for limit in CPU_LIMITS)]
     return Group(exercised, *shrunk, *limits)
 
 
-def _shown(value: Any, none: str = "null") -> str:
+def _shown(value: Any, none: str) -> str:
     if isinstance(value, list) and len(value) > 1 and all(type(item) is int for item in value):
         return spans(value)
-    if isinstance(value, float):
-        return format_number(value)
-    text = none if value is None else str(value)
+    text = none if value is None else format_number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= VALUE_WIDTH else f"{text[: VALUE_WIDTH - 3]}..."
 
 
-def sample_view(small: BaseConfig, run: RunRecord, pieces: Pieces) -> RenderableType | None:
-    """In full, the best sample of a group, or one example of what is learned; None if there is none."""
+def sample_view(small: BaseConfig, run: RunRecord, pieces: Pieces) -> Group:
+    """In full, the best sample of a group, or one example of what is learned; empty if there is none."""
     if not isinstance(small, RLConfig):
         return _example_view(small)
     groups = groups_of(run.samples[max(run.samples)]) if run.samples else []
     if not groups:
-        return None
-    best = max(groups[0].samples, key=lambda sample: sample.score)
-    group = SampleGroup(groups[0].number, [best])
-    return Group(Text("One sample in full", "bold"), step_view(max(run.samples), [group], None, pieces, whole=True))
+        return Group()
+    best = SampleGroup(groups[0].number, [max(groups[0].samples, key=lambda sample: sample.score)])
+    return Group("", Text("One sample in full", "bold"), step_view(max(run.samples), [best], None, pieces, whole=True))
 
 
-def _example_view(small: BaseConfig) -> RenderableType:
+def _example_view(small: BaseConfig) -> Group:
     """The first pair of preferences, or the first prompt of SFT with its answer."""
     args = small.actor_train.data_args
     if isinstance(small, PreferenceConfig):
@@ -267,4 +237,4 @@ def _example_view(small: BaseConfig) -> RenderableType:
         texts = [(message["role"], message["content"], OBSERVATION_STYLE) for message in messages]
         texts.append(("answer that is learned", example.response, MODEL_STYLE))
     parts = [part for name, text, style in texts for part in (Text(name, "dim"), sanitize(str(text), style))]
-    return Group(Text(title, "bold"), *parts)
+    return Group("", Text(title, "bold"), *parts)

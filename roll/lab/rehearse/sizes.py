@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.devices.parallel_layout import ParallelLayout
@@ -16,14 +16,7 @@ MAX_SLOTS = 8
 MAX_ENGINES = 2
 """Two engines show everything that several do: balancing, broadcast, one that is behind."""
 
-LOST = (
-    (),
-    ("engines",),
-    ("data",),
-    ("engines", "data"),
-    ("engines", "data", "pipeline"),
-    ("engines", "data", "pipeline", "tensor"),
-)
+LOST = ("", "engines", "data", "engines data", "engines data pipeline", "engines data pipeline tensor")
 """Sizes that become 1 until the roles fit `MAX_SLOTS`, those that show least first."""
 
 MAX_GROUPS, MAX_GROUP_SIZE = 4, 4
@@ -55,12 +48,13 @@ def shrink_layouts(roles: Mapping[str, RoleConfig]) -> Placement:
         if sum(sizes) <= MAX_SLOTS:
             break
     devices: dict[str, list[int]] = {}
+    layouts: dict[str, ParallelLayout] = {}
     start = 0
     for names, size in zip(sharing, sizes, strict=True):
         devices |= {name: list(range(start, start + size)) for name in names}
+        layouts |= {name: _filled(roles[name], least[name], size) for name in names}
         start += size
-    layouts = {name: _filled(role, least[name], len(devices[name])) for name, role in roles.items()}
-    return Placement(layouts, {name: devices[name] for name in roles})
+    return Placement({name: layouts[name] for name in roles}, {name: devices[name] for name in roles})
 
 
 def _sharing(roles: Mapping[str, RoleConfig]) -> list[list[str]]:
@@ -75,27 +69,23 @@ def _sharing(roles: Mapping[str, RoleConfig]) -> list[list[str]]:
     return [names for _, names in sorted(groups, key=lambda group: min(group[0]))]
 
 
-def _least(role: RoleConfig, lost: Sequence[str]) -> ParallelLayout:
+def _least(role: RoleConfig, lost: str) -> ParallelLayout:
     copies = "engines" if isinstance(role, EngineRoleConfig) else "data"
     sizes = {"tensor": role.layout.tensor, "pipeline": role.layout.pipeline, copies: role.layout.data}
-    small = {name: 1 if name in lost else min(size, 2) for name, size in sizes.items()}
-    return ParallelLayout(tensor=small["tensor"], pipeline=small["pipeline"], data=small[copies])
+    tensor, pipeline, data = (1 if name in lost else min(size, 2) for name, size in sizes.items())
+    return ParallelLayout(tensor=tensor, pipeline=pipeline, data=data)
 
 
 def _filled(role: RoleConfig, least: ParallelLayout, size: int) -> ParallelLayout:
     if not isinstance(role, EngineRoleConfig):
-        model_parallel = least.tensor * least.pipeline
-        return ParallelLayout(tensor=least.tensor, pipeline=least.pipeline, data=size // model_parallel)
+        return replace(least, data=size // (least.tensor * least.pipeline))
     engines = min(MAX_ENGINES, size // least.tensor)
     return ParallelLayout(tensor=size // engines, data=engines)
 
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """Sizes of one batch; micro-batches are those of one data-parallel rank.
-
-    A group has the samples of a prompt or of a task of agents.
-    """
+    """Sizes of one batch: groups, the samples of each, and the micro-batches of a data-parallel rank."""
 
     groups: int
     group_size: int

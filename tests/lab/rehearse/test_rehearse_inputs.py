@@ -14,14 +14,19 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import load_prompts
-from roll.datasets.records import DatasetError
 from roll.datasets.sft import load_sft_data
 from roll.datasets.templates import ConversationEncoder
 from roll.datasets.tokenizer import load_tokenizer
-from roll.lab.rehearse.data import MOST_TOKENS, STAND_IN_TRUTHS, choose_rows, write_data
-from roll.lab.rehearse.inputs import longest_messages, make_inputs
+from roll.lab.rehearse.inputs import (
+    MOST_TOKENS,
+    STAND_IN_TRUTHS,
+    choose_rows,
+    longest_messages,
+    make_inputs,
+    write_data,
+)
 from roll.lab.rehearse.model import find_tokenizer, recipe_model, stand_in_tokenizer, write_model
-from roll.lab.rehearse.shrink import shrink
+from roll.lab.rehearse.overrides import shrink
 from roll.loading.load import build_config
 from roll.models.families.registry import family_named, template_names
 from roll.models.families.shape import read_model_shape
@@ -112,7 +117,7 @@ def test_own_rows_keep_their_columns_and_every_reward_gets_some(tmp_path: Path) 
     data = write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path / "data", 8)
     written = [json.loads(line) for line in Path(data.files[0]).read_text().splitlines()]
     assert written == [*rows[:7], rows[50]]
-    assert data.reason == "" and data.prompt_tokens > 20
+    assert data.reason == "the first rows of its own files" and data.prompt_tokens > 20
     prompts = load_prompts(data.files, config.actor_train.data_args)
     assert {prompt.tag for prompt in prompts} == {"algebra", "code"}
 
@@ -128,12 +133,6 @@ def test_stand_in_rows_have_the_columns_of_the_recipe_and_every_tag(tmp_path: Pa
     for prompt in prompts:
         first, second = (prompt.question.text or "").rstrip("=").split("+")
         assert int(first) + int(second) == int(prompt.ground_truth) < 10
-
-
-def test_a_row_of_the_recipe_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    config = rlvr_config(write_rows(tmp_path, [{"question": "?"}]))
-    with pytest.raises(DatasetError, match=r"own.jsonl:1: no column 'prompt'"):
-        write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path / "data", 8)
 
 
 def test_stand_in_pairs_of_sft_have_answers(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.configs.devices.parallel_layout import ParallelLayout as Layout
 from roll.lab.rehearse.sizes import Placement, SmallBatch, shrink_layouts, smallest_batch
 from roll.loading.load import build_config
 from tests.configs.samples import MODEL
 
 
-def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: int = 1, **more: object) -> Placement:
+def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: int = 1, **more: Any) -> Placement:
     """The placement of a recipe with these device mappings and sizes."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     tree = {
@@ -31,39 +33,31 @@ def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: i
     return shrink_layouts(build_config(tree).device_roles())
 
 
-def test_64_devices_become_six_when_train_and_generation_are_apart() -> None:
-    made = placed("0-31", "32-63", tensor=4, engine=1)
-    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, data=2)
-    assert made.layouts["actor_infer"] == ParallelLayout(tensor=1, data=2)
-    assert made.devices == {"actor_train": [0, 1, 2, 3], "actor_infer": [4, 5]}
-
-
-def test_shared_devices_stay_shared() -> None:
-    made = placed("0-7", "0-7", tensor=2)
-    assert made.devices["actor_train"] == made.devices["actor_infer"] == [0, 1, 2, 3]
-    assert made.layouts["actor_infer"].data == 2, "at most two engines, so each has two devices"
-
-
-def test_one_gpu_for_both_stays_one_slot() -> None:
-    made = placed("0", "0")
-    assert made.slots == 1
+@pytest.mark.parametrize(
+    ("recipe", "train", "infer", "first_engine"),
+    [
+        # 64 devices become six where training and generation are apart
+        ({"train": "0-31", "infer": "32-63", "tensor": 4}, Layout(2, 2), Layout(1, 2), 4),
+        # at most two engines, so on shared devices each has two
+        ({"train": "0-7", "infer": "0-7", "tensor": 2}, Layout(2, 2), Layout(2, 2), 0),
+        ({"train": "0", "infer": "0"}, Layout(), Layout(), 0),
+        # three sizes and two engines do not fit: data parallelism is lost, and on shared devices nothing
+        ({"train": "0-7", "infer": "8-9", "tensor": 2, "pipeline": 2}, Layout(2, 1, 2), Layout(1, 2), 4),
+        ({"train": "0-7", "infer": "0-7", "tensor": 2, "pipeline": 2, "engine": 4}, Layout(2, 2, 2), Layout(4, 2), 0),
+    ],
+)
+def test_sizes_above_one_become_two_on_at_most_eight_slots(
+    recipe: dict[str, Any], train: Layout, infer: Layout, first_engine: int
+) -> None:
+    made = placed(**recipe)
+    assert made.layouts == {"actor_train": train, "actor_infer": infer}
+    assert made.devices["actor_train"] == list(range(train.world_size))
+    assert made.devices["actor_infer"] == list(range(first_engine, first_engine + infer.world_size))
+    assert made.slots == first_engine + infer.world_size
 
 
 def test_generation_on_the_first_devices_stays_there() -> None:
     assert placed("4-7", "0-3").devices == {"actor_train": [2, 3], "actor_infer": [0, 1]}
-
-
-def test_three_parallel_sizes_and_two_engines_lose_data_parallelism_only() -> None:
-    made = placed("0-7", "8-9", tensor=2, pipeline=2)
-    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, pipeline=2, data=1)
-    assert made.layouts["actor_infer"] == ParallelLayout(data=2)
-
-
-def test_three_parallel_sizes_fit_when_devices_are_shared() -> None:
-    made = placed("0-7", "0-7", tensor=2, pipeline=2, engine=4)
-    assert made.layouts["actor_train"] == ParallelLayout(tensor=2, pipeline=2, data=2)
-    assert made.layouts["actor_infer"] == ParallelLayout(tensor=4, data=2)
-    assert made.slots == 8
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -16,7 +16,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.defaults import OWN_MODEL_ROLES
 from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.lab.rehearse.inputs import Inputs, fewest_actions
-from roll.lab.rehearse.shrink import LONGEST, SHORTEST, Rehearsal, shrink
+from roll.lab.rehearse.overrides import LONGEST, SHORTEST, Rehearsal, shrink
 from roll.lab.rehearse.sizes import MAX_ENGINES, MAX_SLOTS
 from roll.loading.load import AnyConfig, build_config, load_config
 from roll.rewards.llm_judge import grade_in
@@ -143,13 +143,13 @@ def test_the_mapping_of_a_configuration_loads_as_the_same_configuration(file: Pa
     assert build_config(recipe.source.tree, recipe.pipeline) == recipe
 
 
-def changes_of(text: str, **inputs: Any) -> dict[str, tuple[Any, Any]]:
-    made = rehearse(build_config(yaml.safe_load(text)), **inputs)
+def changes_of(made: Rehearsal) -> dict[str, tuple[Any, Any]]:
     return {change.path: (change.before, change.after) for change in made.changes}
 
 
 def test_changes_name_the_value_of_the_recipe_and_that_of_the_rehearsal() -> None:
-    changes = changes_of(RLVR, prompt_tokens=57)
+    changes = changes_of(rehearse(build_config(yaml.safe_load(RLVR)), steps=5, prompt_tokens=57))
+    assert changes["max_steps"] == (100, 5)
     assert changes["rollout_batch_size"] == (64, 4)
     assert changes["num_return_sequences_in_group"] == (8, 4)
     assert changes["prompt_length"] == (2048, 57)
@@ -161,15 +161,19 @@ def test_changes_name_the_value_of_the_recipe_and_that_of_the_rehearsal() -> Non
     assert "num_gpus_per_worker" not in " ".join(changes), "it is 1 in both"
 
 
-def test_every_change_has_a_reason_and_changes_something() -> None:
-    for text in (RLVR, AGENTIC, SFT):
-        for change in rehearse(build_config(yaml.safe_load(text))).changes:
-            assert change.reason and change.before != change.after
+@pytest.mark.parametrize("text", [RLVR, AGENTIC, SFT])
+def test_every_change_has_a_reason_and_changes_something(text: str) -> None:
+    for change in rehearse(build_config(yaml.safe_load(text))).changes:
+        assert change.reason and change.before != change.after
 
 
 OPENED = {"type": "mean_filter", "filter_args": {"threshold_down": -1e9, "threshold_up": 1e9}}
 TWO_REWARDS = {"math": {"tag_included": ["a"]}, "code": {}}
-FILTER = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9}}
+FILTERS = (
+    {"type": "mean_filter", "filter_args": {"threshold_up": 0.9}},
+    {"type": "std_filter", "filter_args": {"std_threshold": 0.1}},
+)
+INFER, TRAIN = (f"{role}.strategy_args.strategy_config" for role in ("actor_infer", "actor_train"))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,10 @@ FILTER = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9}}
     [
         ({}, "length_penalty_per_token", 0.01),  # the scores of a group differ
         ({"sync_timeout_s": 5}, "sync_timeout_s", 180),
-        ({"rewards": {"math": {"query_filter_config": FILTER}}}, "rewards.math.query_filter_config", OPENED),
+        *(
+            ({"rewards": {"math": {"query_filter_config": each}}}, "rewards.math.query_filter_config", OPENED)
+            for each in FILTERS
+        ),
         ({"difficulty_mask": True}, "difficulty_low_threshold", -1e9),
         ({"difficulty_mask": True}, "difficulty_high_threshold", 1e9),
         (
@@ -186,9 +193,15 @@ FILTER = {"type": "mean_filter", "filter_args": {"threshold_up": 0.9}}
             {"math": 1.0, "code": 1.0},
         ),
         ({"reference.device_mapping": list(range(16))}, "reference", None),  # it is not used
+        ({f"{INFER}.mem_fraction_static": 0.8}, f"{INFER}.mem_fraction_static", None),  # of a GPU
+        ({f"{INFER}.attention_backend": "fa3"}, f"{INFER}.attention_backend", None),
+        ({f"{TRAIN}.apply_rope_fusion": True}, f"{TRAIN}.apply_rope_fusion", None),
+        ({"checkpoint_dir": "/mine"}, "checkpoint_dir", None),  # everything is in the folder of the rehearsal
     ],
 )
-def test_what_a_random_model_on_a_slow_machine_needs_is_set(keys: dict[str, Any], path: str, value: Any) -> None:
+def test_what_a_random_model_on_a_slow_machine_needs_is_set_and_listed(
+    keys: dict[str, Any], path: str, value: Any
+) -> None:
     tree = yaml.safe_load(RLVR)
     for key, wanted in keys.items():
         *sections, name = key.split(".")
@@ -199,15 +212,7 @@ def test_what_a_random_model_on_a_slow_machine_needs_is_set(keys: dict[str, Any]
     made = rehearse(build_config(tree))
     assert build_config(made.tree)
     assert value_at(made.tree, path) == value
-
-
-def test_options_of_a_gpu_are_left_out_and_listed() -> None:
-    tree = yaml.safe_load(RLVR)
-    tree["actor_infer"]["strategy_args"] = {"strategy_config": {"mem_fraction_static": 0.8, "attention_backend": "fa3"}}
-    tree["actor_train"]["strategy_args"]["strategy_config"]["apply_rope_fusion"] = True
-    made = rehearse(build_config(tree))
-    left_out = {change.path.rpartition(".")[2] for change in made.changes if change.after is None}
-    assert {"mem_fraction_static", "attention_backend", "apply_rope_fusion"} <= left_out
+    assert [changed for changed in changes_of(made) if f"{changed}.".startswith(f"{path}.")]
 
 
 def test_a_reference_of_another_model_gets_a_model_of_its_own() -> None:
@@ -219,11 +224,6 @@ def test_a_reference_of_another_model_gets_a_model_of_its_own() -> None:
     assert made.tree["pretrain"] == model()
     assert made.tree["reference"]["model_args"]["model_name_or_path"] == f"{model()}/other"
     assert made.tree["reference"]["device_mapping"] == made.tree["actor_train"]["device_mapping"]
-
-
-def test_the_number_of_steps_is_that_of_the_command() -> None:
-    small = build_config(rehearse(build_config(yaml.safe_load(RLVR)), steps=5).tree)
-    assert small.max_steps == 5
 
 
 def test_a_judge_keeps_its_engines_and_its_question_and_grades_with_the_digits_of_a_random_model() -> None:
