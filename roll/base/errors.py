@@ -87,13 +87,11 @@ class Report:
     missing: list[Problem] = field(default_factory=list)
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Adds what checks yield."""
         add = {"error": self.error, "warning": self.warn, "missing": self.missing_resource}
         for each in findings:
             add[each.kind](each.path, each.message)
 
     def include(self, other: Report) -> None:
-        """Adds the findings of another report."""
         self.errors += [problem for problem in other.errors if problem not in self.errors]
         self.warnings += other.warnings
         self.missing += other.missing

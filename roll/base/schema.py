@@ -121,7 +121,6 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """Value if the YAML does not set the key."""
         if self.field.default is not MISSING:
             return self.field.default
         return self.field.default_factory() if self.field.default_factory is not MISSING else None

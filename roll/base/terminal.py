@@ -51,7 +51,6 @@ class RedactedLines(logging.Formatter):
     """Formats messages, also those with a traceback, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The text of a message."""
         return str(redact(super().format(record)))
 
 

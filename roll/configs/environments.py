@@ -204,7 +204,6 @@ class EnvManagerConfig:
 
     @property
     def environments(self) -> int:
-        """Number of environments that run at a time."""
         return (self.num_env_groups or 1) * (self.group_size + self.group_size_redundancy)
 
     @property

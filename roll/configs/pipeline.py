@@ -233,7 +233,6 @@ class LearnerOptions(
 
     @property
     def advantages(self) -> AdvantageSettings:
-        """The settings of the advantages."""
         return part(AdvantageSettings, self)
 
     @property
@@ -270,7 +269,6 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
 
     @property
     def samples_per_batch(self) -> int:
-        """Number of samples of one step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
     @property

@@ -60,7 +60,6 @@ class Batch:
         return Batch(self.tensors() | dict(tensors), self.non_tensor_batch, self.meta_info)
 
     def without(self, *keys: str) -> Batch:
-        """These samples without tensors of these names."""
         tensors = {key: value for key, value in self.tensors().items() if key not in keys}
         return Batch(tensors, self.non_tensor_batch, self.meta_info)
 

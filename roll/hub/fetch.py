@@ -57,7 +57,6 @@ class Listing:
         return self.name.storage / "snapshots" / self.commit
 
     def size(self, paths: Collection[str]) -> int:
-        """Bytes of these files."""
         return sum(self.files[path][0] for path in paths)
 
     def missing(self, paths: Collection[str]) -> list[str]:
@@ -101,7 +100,6 @@ def model_files(listing: Listing) -> list[str]:
 
 
 def is_used(path: str) -> bool:
-    """Whether a run needs this file of a model."""
     needed = any(fnmatch(path, pattern) for pattern in MODEL_FILES)
     return needed and not any(fnmatch(path, pattern) for pattern in UNUSED_MODEL_FILES)
 

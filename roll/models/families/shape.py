@@ -83,7 +83,6 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property

@@ -153,7 +153,6 @@ class StoredPipeline(ABC, Generic[ConfigT]):
         return TrainingLoop(config, samples, learner, None, trackers, self.target_reached, performance=performance)
 
     def target_reached(self, metrics: dict[str, float]) -> bool:
-        """Whether these validation metrics end the run."""
         return False
 
     async def close(self) -> None:
