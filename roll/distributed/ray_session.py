@@ -65,11 +65,7 @@ class RayStartError(RuntimeError):
 
 
 class RunRay:
-    """What the Ray of one run has outside Ray: a group of processes, a folder that is closed to other users, a token.
-
-    Attributes:
-        folder: for `_temp_dir`.
-    """
+    """What the Ray of a run has outside Ray: a group of processes, a folder that is closed to other users, a token."""
 
     def __init__(self) -> None:
         self._folder = make_session_folder()
@@ -117,12 +113,7 @@ class DriverPath(JobConfig):
 
 
 def start_ray(config: ProcessOptions, platform_name: str, num_devices: int) -> None:
-    """Starts Ray on this machine, or joins the one that RAY_ADDRESS names.
-
-    Args:
-        config: the run.
-        platform_name: cpu or cuda.
-        num_devices: CPU slots or GPUs this machine offers.
+    """Starts Ray on this machine, which offers `num_devices` slots or GPUs, or joins the one that RAY_ADDRESS names.
 
     Raises:
         RayStartError: with the reason, at once.

@@ -121,13 +121,7 @@ def _bounded(value: Fraction) -> Fraction:
 
 @dataclass(frozen=True)
 class Expression:
-    """An arithmetic expression.
-
-    Attributes:
-        text: as written.
-        value: its exact value.
-        is_factor: whether it can be a factor without parentheses.
-    """
+    """An arithmetic expression with its exact value, and whether it can be a factor without parentheses."""
 
     text: str
     value: int

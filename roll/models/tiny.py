@@ -26,15 +26,7 @@ TINY_SHAPE: dict[str, Any] = {
 def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
     """Writes a HF folder (config and safetensors, no tokenizer) with random weights, norms and biases included.
 
-    Args:
-        folder: target folder; created if missing.
-        family: name of a family, such as llama.
-        seed: of the weights.
-        dtype: of the weights, a name in torch.
-        overrides: keys of the HF config that override `TINY_SHAPE`, such as `tie_word_embeddings=True`.
-
-    Returns:
-        The folder.
+    `overrides` are keys of the HF config that override `TINY_SHAPE`, such as `tie_word_embeddings=True`.
     """
     import torch
 

@@ -48,12 +48,6 @@ async def judge_reward(response: str, prompt: str, ground_truth: str, config: Re
     `grade_pattern` in the answer has the grade, a number from 0 to `max_grade`, yes or no. Connection errors, overload
     and answers without a grade are repeated `max_retries` times, after waits that double.
 
-    Args:
-        response: the decoded response.
-        prompt: the text of the prompt.
-        ground_truth: the reference answer.
-        config: the keys of `JudgeOptions`, `correct_score` and `wrong_score` are used.
-
     Raises:
         JudgeError: there is no grade after all repetitions, or the endpoint refuses the request.
     """

@@ -24,13 +24,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class ResetResult:
-    """Result of a reset.
-
-    Attributes:
-        instruction: the rules of the environment.
-        observation: the first observation.
-        metric_rules: `TextEnv.METRICS`: how the values of a metric are aggregated over an episode.
-    """
+    """Result of a reset; `metric_rules` is `TextEnv.METRICS`: how values of a metric are aggregated over an episode."""
 
     instruction: str
     observation: str

@@ -41,17 +41,12 @@ SAMPLE = "(response, ground truth, whether the response is right)"
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """What the driver needs to know of the reward function of a process.
+    """What the driver needs to know of the reward function of a process, in the words of `RewardFunction`.
 
     Attributes:
         error: why it could not be loaded; the other attributes have no meaning then.
         missing: the error is that a module is not on this machine.
         where: `file:line` of the function.
-        self_test: SELF_TEST of its module.
-        is_async: as of `RewardFunction`.
-        per_group: as of `RewardFunction`.
-        sees_group: as of `RewardFunction`.
-        reads: as of `RewardFunction`.
     """
 
     error: str | None = None

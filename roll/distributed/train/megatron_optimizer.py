@@ -104,10 +104,7 @@ def build_optimizer(
 
 
 def update(optimizer: MegatronOptimizer, learning_rate: float, max_grad_norm: float, step: int) -> float:
-    """One optimizer step on the accumulated gradients, clipped to `max_grad_norm` (0: not clipped).
-
-    Returns:
-        The norm of the gradient before clipping.
+    """Takes an optimizer step with gradients clipped to `max_grad_norm` (0: not clipped); their norm before clipping.
 
     Raises:
         NonFiniteError: the norm is not finite; the message names the step, and the weights are untouched.

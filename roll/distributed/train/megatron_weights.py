@@ -29,10 +29,7 @@ FILE_BYTES = 4 * 2**30
 class MegatronWeights:
     """The weights of one pipeline stage, all its virtual stages together, under their HF names.
 
-    Tensors may share memory with the model: use them before the next training step.
-
-    Attributes:
-        folder: HF folder that the model came from.
+    Tensors may share memory with the model, which came from `folder`: use them before the next training step.
     """
 
     def __init__(self, stages: Sequence[HiddenStateModel], model: ModelShape, folder: Path) -> None:

@@ -26,11 +26,7 @@ class SharedMemoryError(RuntimeError):
 
 
 class ShmBuckets:
-    """Two buffers of CPU memory, used in turn by every weight update: mapping new pages costs more than writing them.
-
-    Attributes:
-        num_bytes: size of one buffer.
-    """
+    """Two buffers of CPU memory, used in turn by weight updates: mapping new pages costs more than writing them."""
 
     def __init__(self, buffers: list[SharedMemory]) -> None:
         self._buffers = buffers

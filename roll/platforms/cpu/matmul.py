@@ -45,14 +45,12 @@ class Product(Protocol):
 
 
 def use_fast_matmul(product: Product | None = None) -> bool:
-    """Makes `matmul` and `linear` of this process use the kernel where it is faster; a second call does nothing.
+    """Makes `matmul` and `linear` of this process use the kernel where it is faster; whether torch's are replaced.
 
-    With a product, an engine's, that is used on any processor. Products that need a gradient, or whose tensors are not
-    float32 on a CPU, stay with torch, and so do shapes that do not fit, for torch's error. Megatron's linears and the
-    log-prob operator multiply in autograd functions of their own, where no gradient is recorded.
-
-    Returns:
-        Whether torch's functions are replaced.
+    A second call does nothing. With a product, an engine's, that is used on any processor. Products that need a
+    gradient, or whose tensors are not float32 on a CPU, stay with torch, and so do shapes that do not fit, for torch's
+    error. Megatron's linears and the log-prob operator multiply in autograd functions of their own, where no gradient
+    is recorded.
 
     Raises:
         ValueError: ROLL_CPU_MATMUL is none of CHOICES.

@@ -25,14 +25,7 @@ MAX_OPEN = 8
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in shared memory.
-
-    Attributes:
-        name: of the tensor.
-        start: offset of its first byte.
-        shape: its shape.
-        dtype: its dtype, without `torch.`.
-    """
+    """Where a tensor is in shared memory, from its first byte `start`; its dtype is without `torch.`."""
 
     name: str
     start: int

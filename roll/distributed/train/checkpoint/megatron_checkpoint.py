@@ -103,13 +103,10 @@ def _format(optimizer: MegatronOptimizer) -> dict[str, str]:
 
 
 def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
-    """Restores what `begin_save` wrote, at this layout or another one.
+    """Restores what `begin_save` wrote, at this layout or another one; returns the optimizer steps taken so far.
 
     At another layout the random generators are not restored, since each belongs to a rank. Checkpoints of earlier
     versions need the layout at which they were written.
-
-    Returns:
-        Optimizer steps taken so far.
 
     Raises:
         FileNotFoundError: `folder` contains no checkpoint.
