@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from roll.base.text import format_count
 from roll.configs.agentic import AgenticConfig
 from roll.configs.devices.parallel_layout import spans
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig
@@ -24,7 +25,7 @@ from roll.datasets.sft import load_sft_data
 from roll.lab.rehearse.overrides import Change
 from roll.lab.rehearse.runs import RunRecord
 from roll.lab.rehearse.sizes import Placement
-from roll.tools.show.formatting import format_count, format_number, sanitize
+from roll.tools.show.formatting import format_number, sanitize
 from roll.tools.show.layout import MODEL_STYLE, OBSERVATION_STYLE, step_view
 from roll.tools.show.samples import SampleGroup, groups_of
 from roll.tools.show.tokens import Pieces
