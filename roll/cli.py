@@ -47,6 +47,7 @@ HELP = {
     "show": "print the samples of a training step, those with the most gradient first",
     "plot": "draw the curves of a run, or of several over each other, as a picture",
     "report": "write the page of one or several runs: findings, curves, time, samples, configuration",
+    "watch": "serve the page of a run on this machine, up to date while the run goes on",
 }
 """What each command does, for --help."""
 
@@ -60,10 +61,11 @@ TOOLS = {
     "show": "roll.tools.show.command",
     "plot": "roll.tools.plot",
     "report": "roll.report.command",
+    "watch": "roll.report.watch",
 }
 """Command -> the module that defines it, with `add_options(parser)` and `run(arguments)`."""
 
-HANDLE_INTERRUPT = ("run", "ablate")
+HANDLE_INTERRUPT = ("run", "ablate", "watch")
 """Commands with something to end in order at Ctrl-C; it ends the others at once."""
 
 
@@ -222,7 +224,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name not in ("show", "plot", "report"):
+        if name not in ("show", "plot", "report", "watch"):
             command.add_argument("config", help="YAML file")
             help_text = "override values of the file"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)

@@ -1,1 +1,1 @@
-"""`roll report`: the page of a run, one HTML file that opens offline, made from the files of the run."""
+"""`roll report`, `roll watch`: the page of a run, a file that opens offline, made from the files of the run."""

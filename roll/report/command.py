@@ -45,7 +45,7 @@ def report(folders: list[Path], out: Path | None = None) -> Path:
     try:
         with explain_write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(page, encoding="utf-8")
+            out.write_text(page, encoding="utf-8", errors="replace")
     except RunError as error:
         raise option_error("--out", str(error)) from None
     return out

@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from roll.report.findings import PARTS, RunFinding, digits, find, percent
-from roll.report.read import Run, is_number
+from roll.report.read import WAITING, Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
 from roll.report.text import Text, bilingual, text
 from roll.trackers.metrics import SECTIONS
@@ -23,6 +23,9 @@ MOST_POINTS = 2_000
 
 PLAIN_BYTES = 100_000
 """Data up to this size stands in the page as it is; more is compressed."""
+
+SCRIPTS = ("uplot.min.js", "page.js")
+LIVE_SCRIPTS = ("uplot.min.js", "live.js", "page.js")
 
 
 @dataclass(frozen=True)
@@ -64,29 +67,34 @@ CHARTS = (
 )
 
 
-def make_page(runs: Sequence[Run]) -> str:
-    """The page of these runs; curves are laid over each other, all else is that of the run that is chosen."""
+def make_page(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str:
+    """The page of these runs; curves are laid over each other, all else is that of the run that is chosen.
+
+    Args:
+        runs: at most eight.
+        live: where `roll watch` serves the page: what the run is at, from which its script asks for more.
+    """
     names = "".join(_chip(index, run) for index, run in enumerate(runs))
     chips = f"<div class=chips>{names}</div>" if len(runs) > 1 else ""
     sections = ("curves", "time", "freshness", "samples", "configuration")
     links = "".join(f"<a href=#{name}>{text(name).html()}</a>" for name in sections)
     body = [
-        _each(runs, lambda run: f"<section class=kpis>{_key_figures(run)}</section>{_findings(run)}"),
+        _each(runs, "figures", "findings"),
         _section("curves", f"<div class=grid data-charts=curves></div>{_all_metrics()}"),
-        _section("time", _each(runs, _time) + "<div class=grid data-charts=time></div>", "time_title"),
+        _section("time", _each(runs, "time") + "<div class=grid data-charts=time></div>", "time_title"),
         _section("freshness", "<div class=grid data-charts=freshness></div>"),
-        _section("samples", _each(runs, _samples)),
+        _section("samples", _each(runs, "samples")),
         _section("configuration", _configuration(runs)),
     ]
+    scripts = "".join(f"<script>{static_text(name)}</script>" for name in (SCRIPTS if live is None else LIVE_SCRIPTS))
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width,initial-scale=1"><meta name=color-scheme content="light dark">'
         f"<title>{html.escape(' · '.join(run.name for run in runs))} · roll report</title>"
-        f"<style>{_static('uplot.min.css')}{_static('page.css')}</style></head><body>"
-        f"<header>{_each(runs, _head)}{chips}<nav>{links}"
+        f"<style>{static_text('uplot.min.css')}{static_text('page.css')}</style></head><body>"
+        f"<header>{_each(runs, 'head')}{chips}<nav>{links}"
         f"<button id=language>{text('language').html()}</button></nav></header><main>{''.join(body)}</main>"
-        f"{_data(_payload(runs))}<script>{_static('uplot.min.js')}</script><script>{_static('page.js')}</script>"
-        "</body></html>"
+        f"{_data(_payload(runs, live))}{scripts}</body></html>"
     )
 
 
@@ -96,13 +104,16 @@ def _chip(index: int, run: Run) -> str:
     return f"<button class=chip data-run={index} aria-pressed={pressed}>{colour}{html.escape(run.name)}</button>"
 
 
-def _static(name: str) -> str:
+def static_text(name: str) -> str:
     return (files("roll.report") / "static" / name).read_text(encoding="utf-8")
 
 
-def _each(runs: Sequence[Run], part: Callable[[Run], str]) -> str:
+def _each(runs: Sequence[Run], *names: str) -> str:
+    """Parts of each run, of which the page shows those of the run that is chosen."""
     return "".join(
-        f"<div class=of-run data-run={index}{' hidden' if index else ''}>{part(run)}</div>"
+        f"<div class=of-run data-run={index}{' hidden' if index else ''}>"
+        + "".join(f"<div data-part={name}>{RUN_PARTS[name](run)}</div>" for name in names)
+        + "</div>"
         for index, run in enumerate(runs)
     )
 
@@ -125,7 +136,7 @@ def _head(run: Run) -> str:
     seconds = run.summary.get("seconds")
     if isinstance(seconds, int | float) and is_number(seconds):
         facts.append(text("seconds", minutes=f"{seconds // 60:.0f}", seconds=f"{seconds % 60:.0f}"))
-    good = "ok" if run.status in ("finished", "running") else "bad"
+    good = "ok" if run.status in ("finished", "running", WAITING) else "bad"
     described = " · ".join(fact.html() for fact in facts)
     return (
         f'<div class=bar><b>{html.escape(run.name)}</b><span class="pill {good}">{text(run.status).html()}</span>'
@@ -161,11 +172,12 @@ def _key_figures(run: Run) -> str:
         of = text("submitted", count=f"{last['ledger/submitted']:,.0f}")
         figures.append((text("dropped"), f"{dropped:,.0f}", of))
     if not run.steps and not scores:
-        return f"<p class=empty>{text('no_steps').html()}</p>"
-    return "".join(
+        return f"<section class=kpis><p class=empty>{text('no_steps').html()}</p></section>"
+    cells = "".join(
         f"<div><span>{label.html()}</span><b>{html.escape(value)}</b><small>{note.html()}</small></div>"
         for label, value, note in figures
     )
+    return f"<section class=kpis>{cells}</section>"
 
 
 def _findings(run: Run) -> str:
@@ -211,7 +223,7 @@ def _samples(run: Run) -> str:
     )
     steps = "".join(f"<button data-step={step}>{step}</button>" for step in shown_steps(run))
     tools = f"<div class=tools><span>{text('step_number').html()} {steps}</span><span>{tints}</span></div>"
-    return f"<p class=dim>{text('weighing').html()}</p>{tools}<div class=groups></div>"
+    return f"<p class=dim>{text('weighing').html()}</p>{tools}"
 
 
 def _configuration(runs: Sequence[Run]) -> str:
@@ -244,11 +256,11 @@ def _given(run: Run) -> Iterable[tuple[str, str]]:
         yield str(key), json.dumps(run.key(str(key)), ensure_ascii=False)
 
 
-def _payload(runs: Sequence[Run]) -> Mapping[str, Any]:
+def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str, Any]:
     meanings = {metric.name: [metric.unit, metric.meaning] for metrics in SECTIONS.values() for metric in metrics}
     names = {name for run in runs for row in run.rows for name in row}
     return {
-        "runs": [_series(run) for run in runs],
+        "runs": [run_curves(run) for run in runs],
         "charts": [
             {
                 "section": chart.section,
@@ -258,13 +270,15 @@ def _payload(runs: Sequence[Run]) -> Mapping[str, Any]:
             }
             for chart in CHARTS
         ],
-        "units": {name: meanings[name] for name in sorted(names) if name in meanings},
-        "samples": [_run_samples(run) for run in runs],
+        "units": {name: meanings[name] for name in sorted(meanings) if live or name in names},
+        "samples": [[] if live else _run_samples(run) for run in runs],
         "words": {name: text(name).html() for name in ("constant", "no_text")},
+        "live": live,
     }
 
 
-def _series(run: Run) -> Mapping[str, Any]:
+def run_curves(run: Run) -> Mapping[str, Any]:
+    """Every metric of a run by step, thinned where there are many steps."""
     rows = run.rows
     names = sorted({name for row in rows for name in row if name != "step"})
     values = {name: [row.get(name) if is_number(row.get(name)) else None for row in rows] for name in names}
@@ -309,3 +323,13 @@ def _data(payload: Mapping[str, Any]) -> str:
         return f"<script type=application/json id=data>{plain}</script>"
     packed = base64.b64encode(gzip.compress(plain.encode(), mtime=0)).decode()
     return f"<script type=application/gzip id=data>{packed}</script>"
+
+
+RUN_PARTS: Mapping[str, Callable[[Run], str]] = {
+    "head": _head,
+    "figures": _key_figures,
+    "findings": _findings,
+    "time": _time,
+    "samples": _samples,
+}
+"""Parts of the page whose HTML follows from one run; `roll watch` replaces them as the run goes on."""

@@ -23,6 +23,9 @@ ENDED = ("finished", "interrupted", "failed")
 DIED = "died"
 """Status of a run whose last report is out of date and which wrote no summary."""
 
+WAITING = "waiting"
+"""Status where a folder has no file of a run yet, as `roll watch` shows it."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -35,7 +38,7 @@ class Run:
         versions: of Python and the libraries.
         rows: metrics by step, in order; row 0 is the validation before training.
         events: faults and what was done about them.
-        status: `running`, one of ENDED, or DIED.
+        status: `running`, one of ENDED, DIED, or WAITING.
         remarks: what could not be read.
     """
 

@@ -21,6 +21,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "interrupted": ("interrupted", "已中断"),
     "failed": ("failed", "失败"),
     "died": ("died", "已终止"),
+    "waiting": ("waiting", "等待中"),
     "steps": ("{steps} steps", "{steps} 步"),
     "platform": ("{platform}, {devices} devices", "{platform}，{devices} 个设备"),
     "algorithm": ("{loss}, {estimator}, ratio {ratio}", "{loss}，{estimator}，异步比 {ratio}"),
@@ -78,6 +79,23 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "keys_given": ("{given} keys given, all others at their defaults", "给出 {given} 个键，其余为默认值"),
     "keys_differ": ("keys and versions that differ", "不同的键与版本"),
     "same_keys": ("All keys and versions are equal.", "所有键与版本都相同。"),
+    # The live page
+    "live_running": ("Live, last change at", "实时，最近更新于"),
+    "live_ended": ("The run has ended.", "运行已结束。"),
+    "live_waiting": (
+        "No run here yet; the page appears with its first file.",
+        "此目录中尚无运行；写入第一个文件后页面即会出现。",
+    ),
+    "live_replaced": (
+        "Another run was started in this folder; this page is of the one before.",
+        "此目录中已开始另一次运行；本页显示之前的运行。",
+    ),
+    "live_reload": ("Show the new run", "显示新的运行"),
+    "live_gone": (
+        "The files of the run are gone; this page shows what they said last.",
+        "运行的文件已不存在；本页显示其最后内容。",
+    ),
+    "live_lost": ("roll watch has ended; this page no longer changes.", "roll watch 已结束；本页不再更新。"),
     # Findings
     "f_failed": ("The run {status}. Last event: {event}", "运行{status}。最后事件：{event}"),
     "f_died": (

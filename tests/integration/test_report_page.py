@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import sync_playwright
 
 from roll.report.command import report
-from tests.report.runs import sample, write_run
+from roll.report.watch import WatchServer
+from roll.trackers.files import replace_summary
+from tests.report.runs import append, row, sample, write_run
 from tests.report.test_page import HOSTILE
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -45,14 +50,21 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         sample(number // 4, float(number % 2), number % 2 - 0.5, [number, 3], prompt_id=HOSTILE) for number in range(16)
     ]
-    write_run(folder, config={"exp_name": HOSTILE}, samples=rows, events=[{"component": "x", "message": HOSTILE}])
+    events = [{"component": "x", "message": HOSTILE}]
+    write_run(
+        folder,
+        spoil=lambda row, _: row.update({f"reward/{HOSTILE}": 1.0}),
+        config={"exp_name": HOSTILE},
+        samples=rows,
+        events=events,
+    )
     return report([folder])
 
 
 class Opened:
     """A page in the browser with what it said and asked for."""
 
-    def __init__(self, browser: Any, file: Path, width: int = 1280, **options: Any) -> None:
+    def __init__(self, browser: Any, page: Path | str, width: int = 1280, **options: Any) -> None:
         self.said: list[str] = []
         self.requested: list[str] = []
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
@@ -60,7 +72,7 @@ class Opened:
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requested.append(request.url))
-        self.page.goto(file.as_uri())
+        self.page.goto(page if isinstance(page, str) else page.as_uri())
         self.page.wait_for_selector("[data-ready]", timeout=20_000)
 
 
@@ -85,6 +97,10 @@ def test_texts_of_the_run_are_text(browser: Any, page_file: Path) -> None:
     assert "roll report" in page.title()
     assert page.evaluate("document.querySelectorAll('.group b').length") == 0
     assert HOSTILE[:20] in page.inner_text("#samples")
+    page.click("#all summary")
+    page.fill("#filter", "reward/")
+    page.locator("#all .card", has_text=f"reward/{HOSTILE[:20]}").wait_for()
+    assert page.locator(".card b").count() == 0 and "roll report" in page.title()
 
 
 def test_numbers_of_the_page_are_those_of_the_files(browser: Any, page_file: Path) -> None:
@@ -122,3 +138,55 @@ def test_several_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> 
     assert page.inner_text(".bar:visible b") == "one"
     page.click(".chip >> text=two")
     assert page.inner_text(".bar:visible b") == "two"
+
+
+def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, tmp_path: Path) -> None:
+    rows = [sample(0, 1.0, 1.0, [1, 2])]
+    folder = write_run(tmp_path / "run", status=None, samples=rows)
+    with WatchServer(folder) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        opened = Opened(browser, server.url)
+        page, top = opened.page, "document.querySelector('#all').getBoundingClientRect().top"
+        page.locator("[data-state=live_running]").wait_for(timeout=3000)
+        page.click("#all summary")
+        page.fill("#filter", "val/score")
+        page.locator("#samples .group").wait_for()
+        page.evaluate("scrollTo(0, 500)")
+        before = page.evaluate(top)
+
+        write_samples = (folder / "samples" / "step-000061.jsonl").write_text
+        write_samples("".join(json.dumps(each) + "\n" for each in rows))
+        append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0})
+        page.locator(".bar", has_text="61 steps").wait_for(timeout=3000)
+        assert [each.inner_text() for each in page.locator(".card:has-text('val/score') em").all()] == ["0.90"] * 2
+        assert page.input_value("#filter") == "val/score" and abs(page.evaluate(top) - before) < 2
+        assert page.locator("[data-step][aria-pressed=true]").inner_text() == "60"
+        page.click("[data-step='61']")
+        page.locator("#samples .group").wait_for()
+
+        replace_summary(folder, {"status": "finished"})
+        page.locator("[data-state=live_ended]").wait_for(timeout=3000)
+        other = write_run(tmp_path / "other", steps=5, status=None)
+        for name in ("metrics.jsonl", "run.json"):
+            (other / name).replace(folder / name)
+        page.click("[data-state=live_replaced] button", timeout=3000)
+        page.locator(".bar", has_text="5 steps").wait_for(timeout=3000)
+        shutil.rmtree(folder)
+        page.locator("[data-state=live_gone]").wait_for(timeout=3000)
+        assert opened.said == [] and {*map(own_name, opened.requested)} == {"127.0.0.1"}
+        server.shutdown()
+    page.locator("[data-state=live_lost]").wait_for(timeout=3000)
+
+
+def own_name(url: str) -> str | None:
+    return urlsplit(url).hostname
+
+
+def test_a_page_that_was_open_before_its_run_began_shows_it(browser: Any, tmp_path: Path) -> None:
+    with WatchServer(tmp_path / "later") as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = Opened(browser, server.url).page
+        page.locator("[data-state=live_waiting]").wait_for(timeout=3000)
+        write_run(tmp_path / "later", steps=1, status=None)
+        page.locator(".bar", has_text="1 steps").wait_for(timeout=3000)
+        server.shutdown()

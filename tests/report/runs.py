@@ -104,3 +104,9 @@ def sample(group: int, score: float, advantage: float, ids: list[int], **fields:
         "advantages": [advantage] * len(ids),
         **fields,
     }
+
+
+def append(folder: Path, *rows: Row) -> None:
+    """Writes further lines of metrics, as the run does at the end of a step."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in rows)

@@ -19,7 +19,7 @@ from roll.report.read import read_run
 from roll.report.text import TEXTS
 from tests.report.runs import sample, write_run
 
-HOSTILE = '</script><script>document.title="taken"</script><b>"&\u202e\x00中文'
+HOSTILE = '</script><script>document.title="taken"</script><b>"&\u202e\x00\ud800中文'
 
 
 def payload(page: str) -> dict[str, Any]:

@@ -25,20 +25,12 @@ function trend(values) {
   });
 }
 
-const plots = [];
+const redraws = new Set();  // Functions that draw a part anew, after new values or for another width.
 
-function chart(parent, page, title, metrics, share) {
+// Metrics of all runs as series of a chart over the steps of any of them.
+function lines(page, metrics) {
   const drawn = [];
   page.runs.forEach((run, r) => metrics.forEach((name, m) => { if (run.data[name]) drawn.push({run, r, name, m}); }));
-  if (!drawn.length) return;
-  const card = element('div', 'card'), head = element('h3'), label = element('span'), last = element('em');
-  label.innerHTML = title;
-  head.append(label, last);
-  const unit = page.units[drawn[0].name];
-  const note = element('p', '', metrics.filter(n => drawn.some(d => d.name === n)).join(', ') + (unit ? ' · ' + unit[0] : ''));
-  if (unit) note.title = unit[1];
-  card.append(head, note);
-  parent.append(card);
   const steps = [...new Set(drawn.flatMap(d => d.run.step))].sort((a, b) => a - b);
   const at = new Map(steps.map((step, i) => [step, i]));
   const series = [{}], data = [steps], values = [];
@@ -47,8 +39,9 @@ function chart(parent, page, title, metrics, share) {
     d.run.step.forEach((step, i) => { line[at.get(step)] = d.run.data[d.name][i]; });
     const known = line.filter(v => v != null), colour = css('--r' + (page.runs.length > 1 ? d.r + 1 : d.m + 1));
     const dash = page.runs.length > 1 && d.m ? [4, 3] : undefined;
-    values.push({line, colour, last: known[known.length - 1]});
-    if (known.length < d.run.step.length / 3 || known.length < 12) {
+    const few = known.length < d.run.step.length / 3 || known.length < 12;
+    values.push({name: d.name, line, colour, few, last: known[known.length - 1]});
+    if (few) {
       series.push({stroke: colour, width: 2, dash, spanGaps: true, points: {show: true, size: 6, fill: css('--card'), stroke: colour}});
       data.push(line);
     } else {
@@ -56,35 +49,65 @@ function chart(parent, page, title, metrics, share) {
       data.push(line, trend(line));
     }
   }
-  const all = values.flatMap(v => v.line).filter(v => v != null), least = Math.min(...all), most = Math.max(...all);
-  if (all.length > 2 && most - least < .02 * Math.abs(most)) { const fixed = element('small'); fixed.innerHTML = ' ' + page.words.constant; label.append(fixed); }
+  return {steps, series, data, values, shape: values.map(v => v.colour + v.few).join()};
+}
+
+function chart(parent, page, title, metrics, share) {
+  const card = element('div', 'card'), head = element('h3'), label = element('span'), last = element('em'), note = element('p');
+  head.append(label, last);
+  card.append(head, note);
+  parent.append(card);
+  let now, plot;
   const show = i => {
     last.replaceChildren();
-    if (i != null) last.append(element('small', '', steps[i] + ': '));
-    values.forEach((v, k) => { const part = element('span', '', (k ? ' · ' : '') + format(i == null ? v.last : v.line[i])); part.style.color = v.colour; last.append(part); });
+    if (i != null) last.append(element('small', '', now.steps[i] + ': '));
+    now.values.forEach((v, k) => { const part = element('span', '', (k ? ' · ' : '') + format(i == null ? v.last : v.line[i])); part.style.color = v.colour; last.append(part); });
   };
-  show(null);
-  const axis = {stroke: css('--dim'), font: '11px Inter, system-ui', ticks: {show: false}};
-  const options = {
-    width: Math.max(120, card.clientWidth - 24), height: 152, legend: {show: false},
-    cursor: {sync: {key: 'step'}, y: false, drag: {x: true, y: false}},
-    scales: {x: {time: false, range: (u, a, b) => a === b ? [a - .5, b + .5] : [a, b]}, y: {range: share ? () => [0, 1] : (u, a, b) => { const room = (b - a) * .08 || Math.abs(b) * .1 || .1; return [a - room, b + room]; }}},
-    axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 40, values: (u, v) => v.map(format)}],
-    series, hooks: {setCursor: [u => show(u.cursor.idx)]},
+  const draw = () => {
+    if (!card.isConnected) return redraws.delete(draw);
+    const before = now;
+    now = lines(page, metrics);
+    card.hidden = !now.values.length;
+    if (card.hidden) return;
+    const all = now.values.flatMap(v => v.line).filter(v => v != null), least = Math.min(...all), most = Math.max(...all);
+    const constant = all.length > 2 && most - least < .02 * Math.abs(most);
+    label.innerHTML = title + (constant ? `<small> ${page.words.constant}</small>` : '');
+    const unit = page.units[now.values[0].name];
+    note.textContent = [...new Set(now.values.map(v => v.name))].join(', ') + (unit ? ' · ' + unit[0] : '');
+    if (unit) note.title = unit[1];
+    const width = Math.max(120, card.clientWidth - 24);
+    if (plot && before.shape === now.shape) {
+      const {min, max} = plot.scales.x, zoomed = min > before.steps[0] || max < before.steps[before.steps.length - 1];
+      if (plot.width !== width) plot.setSize({width, height: plot.height});
+      plot.setData(now.data, !zoomed);
+      if (zoomed) plot.redraw();
+      return show(plot.cursor.idx);
+    }
+    if (plot) plot.destroy();
+    const axis = {stroke: css('--dim'), font: '11px Inter, system-ui', ticks: {show: false}};
+    plot = new uPlot({
+      width, height: 152, legend: {show: false},
+      cursor: {sync: {key: 'step'}, y: false, drag: {x: true, y: false}},
+      scales: {x: {time: false, range: (u, a, b) => a === b ? [a - .5, b + .5] : [a, b]}, y: {range: share ? () => [0, 1] : (u, a, b) => { const room = (b - a) * .08 || Math.abs(b) * .1 || .1; return [a - room, b + room]; }}},
+      axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 40, values: (u, v) => v.map(format)}],
+      series: now.series, hooks: {setCursor: [u => show(u.cursor.idx)]},
+    }, now.data, card);
+    show(null);
   };
-  plots.push([new uPlot(options, data, card), card]);
+  redraws.add(draw);
+  draw();
 }
 
 function allMetrics(page) {
   const details = byId('all'), grid = details.querySelector('.grid'), input = byId('filter');
-  const names = [...new Set(page.runs.flatMap(run => Object.keys(run.data)))].sort();
   let timer;
   const draw = () => {
     grid.replaceChildren();
+    const names = [...new Set(page.runs.flatMap(run => Object.keys(run.data)))].sort();
     const found = names.filter(name => name.includes(input.value.trim().toLowerCase()));
-    found.slice(0, 60).forEach(name => chart(grid, page, name, [name], false));
+    found.slice(0, 60).forEach(name => chart(grid, page, element('i', '', name).innerHTML, [name], false));
   };
-  details.addEventListener('toggle', () => { if (details.open && !grid.childElementCount) draw(); });
+  details.addEventListener('toggle', () => { if (details.open) draw(); });
   input.addEventListener('input', () => { clearTimeout(timer); timer = setTimeout(draw, 200); });
 }
 
@@ -144,17 +167,25 @@ function groups(part, page, step, tint) {
 
 function samples(page) {
   document.querySelectorAll('#samples .of-run').forEach(part => {
-    const steps = [...part.querySelectorAll('[data-step]')], kinds = [...part.querySelectorAll('[data-tint]')];
-    if (!steps.length) return;
-    const chosen = {step: Number(steps[0].dataset.step), tint: 'a'};
-    const draw = () => {
-      steps.forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.step) === chosen.step));
-      kinds.forEach(button => button.setAttribute('aria-pressed', button.dataset.tint === chosen.tint));
-      groups(part, page, chosen.step, chosen.tint);
+    part.append(element('div', 'groups'));
+    const chosen = {tint: 'a'};
+    const mark = () => {
+      const newest = part.querySelector('[data-step]');
+      if (newest && chosen.step == null) { chosen.step = Number(newest.dataset.step); draw(); }
+      part.querySelectorAll('[data-step]').forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.step) === chosen.step));
+      part.querySelectorAll('[data-tint]').forEach(button => button.setAttribute('aria-pressed', button.dataset.tint === chosen.tint));
+      part.querySelectorAll('select').forEach(list => { list.value = chosen.step; });
     };
-    steps.forEach(button => button.onclick = () => { chosen.step = Number(button.dataset.step); draw(); });
-    kinds.forEach(button => button.onclick = () => { chosen.tint = button.dataset.tint; draw(); });
-    draw();
+    const draw = async () => {
+      const {step} = chosen;
+      if (page.load) await page.load(step);
+      if (step === chosen.step) groups(part, page, step, chosen.tint);
+    };
+    const choose = ({step = chosen.step, tint = chosen.tint}) => { Object.assign(chosen, {step: Number(step), tint}); mark(); draw(); };
+    part.addEventListener('click', event => { const button = event.target.closest('.tools button'); if (button) choose(button.dataset); });
+    part.addEventListener('change', event => choose({step: event.target.value}));
+    redraws.add(mark);
+    mark();
   });
 }
 
@@ -180,11 +211,13 @@ function tips() {
 }
 
 read().then(page => {
+  if (page.live) live(page);
   for (const c of page.charts) chart(document.querySelector(`[data-charts=${c.section}]`), page, c.title, c.metrics, c.share);
   allMetrics(page);
   samples(page);
   chips();
   tips();
-  addEventListener('resize', () => plots.forEach(([plot, card]) => plot.setSize({width: Math.max(120, card.clientWidth - 24), height: 152})));
+  let timer;
+  addEventListener('resize', () => { clearTimeout(timer); timer = setTimeout(() => redraws.forEach(draw => draw()), 100); });
   root.dataset.ready = 'true';
 });
