@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -143,6 +142,9 @@ def test_several_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> 
 def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, tmp_path: Path) -> None:
     rows = [sample(0, 1.0, 1.0, [1, 2])]
     folder = write_run(tmp_path / "run", status=None, samples=rows)
+    (newest,) = (folder / "samples").iterdir()
+    for step in range(50, 60):
+        shutil.copy(newest, newest.with_stem(f"step-{step:06d}"))
     with WatchServer(folder) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         opened = Opened(browser, server.url)
@@ -154,14 +156,17 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         page.evaluate("scrollTo(0, 500)")
         before = page.evaluate(top)
 
-        write_samples = (folder / "samples" / "step-000061.jsonl").write_text
-        write_samples("".join(json.dumps(each) + "\n" for each in rows))
+        shutil.copy(newest, newest.with_stem("step-000061"))
         append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0})
         page.locator(".bar", has_text="61 steps").wait_for(timeout=3000)
         assert [each.inner_text() for each in page.locator(".card:has-text('val/score') em").all()] == ["0.90"] * 2
         assert page.input_value("#filter") == "val/score" and abs(page.evaluate(top) - before) < 2
         assert page.locator("[data-step][aria-pressed=true]").inner_text() == "60"
         page.click("[data-step='61']")
+        page.locator("#samples .group").wait_for()
+        assert page.input_value("#samples select") == ""
+        with page.expect_response("**/samples/52"):
+            page.select_option("#samples select", "52")
         page.locator("#samples .group").wait_for()
 
         replace_summary(folder, {"status": "finished"})

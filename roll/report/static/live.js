@@ -41,7 +41,8 @@ function live(page) {
     if (!others.length) return;
     const list = box.querySelector('.tools span').appendChild(element('select'));
     list.setAttribute('aria-label', 'step');
-    list.append(...others.reverse().map(step => new Option(step)));
+    list.append(new Option('…', ''), ...others.reverse().map(step => new Option(step)));
+    list.options[0].disabled = true;
   };
   // The server made this HTML as it made that of the page, with every text of the run escaped.
   const replace = (name, html, steps) => {

@@ -73,7 +73,7 @@ function chart(parent, page, title, metrics, share) {
     const constant = all.length > 2 && most - least < .02 * Math.abs(most);
     label.innerHTML = title + (constant ? `<small> ${page.words.constant}</small>` : '');
     const unit = page.units[now.values[0].name];
-    note.textContent = [...new Set(now.values.map(v => v.name))].join(', ') + (unit ? ' · ' + unit[0] : '');
+    note.textContent = [...new Set(now.values.map(v => v.name))].join(', ') + (unit && unit[0] ? ' · ' + unit[0] : '');
     if (unit) note.title = unit[1];
     const width = Math.max(120, card.clientWidth - 24);
     if (plot && before.shape === now.shape) {
@@ -174,7 +174,7 @@ function samples(page) {
       if (newest && chosen.step == null) { chosen.step = Number(newest.dataset.step); draw(); }
       part.querySelectorAll('[data-step]').forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.step) === chosen.step));
       part.querySelectorAll('[data-tint]').forEach(button => button.setAttribute('aria-pressed', button.dataset.tint === chosen.tint));
-      part.querySelectorAll('select').forEach(list => { list.value = chosen.step; });
+      part.querySelectorAll('select').forEach(list => { list.value = chosen.step; if (list.selectedIndex < 0) list.selectedIndex = 0; });
     };
     const draw = async () => {
       const {step} = chosen;
