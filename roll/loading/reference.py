@@ -40,9 +40,9 @@ Generated from `roll/configs` by `python -m roll.loading.reference`.
 
 A run is one YAML file. `${key}` repeats the value of another key; `defaults: [base.yaml]` includes other files,
 relative to the file, which overrides them, and null removes one of their `rewards` or `custom_envs`; `key=value` on
-the command line overrides all. For a key without effect, `roll plan FILE` gives the reason; an unknown key, a wrong
-type or sizes that do not divide are errors that name values that work. Keys of other systems that are read or dropped
-are in [other_spellings.md](other_spellings.md).
+the command line overrides all. For a key without effect, `roll plan FILE` gives the reason (`--json`: for every key);
+an unknown key, a wrong type or sizes that do not divide are errors that name values that work. Keys of other systems
+that are read or dropped are in [other_spellings.md](other_spellings.md).
 
 A relative path (`pretrain`, `file_name`, `output_dir`) starts in the folder in which `roll` is called; base files in
 `defaults` are relative to the file. Python modules (`module:function`) are found beside the file and in that folder.
