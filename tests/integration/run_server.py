@@ -36,11 +36,14 @@ from roll.distributed.resources import ResourceManager
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.worker import WorkerRank
 
-DEVICES = 16
+DEVICES = 32
 """CPU slots of the Ray session: enough for every run."""
 
-LARGEST = {"context_length": 1032, "max_running_requests": 512, "max_total_tokens": 100_000}
-"""Sizes of an engine that fit every run; a context is all positions of the tiny models and the engine's margin."""
+LARGEST = {"max_running_requests": 512, "max_total_tokens": 100_000}
+"""Sizes of an engine that fit every run."""
+
+POSITIONS = 1032
+"""A context that fits every run of a tiny model: all of its positions and the engine's margin."""
 
 IDLE_TIMEOUT_S = 30.0
 """Requests that a run left behind are aborted within a step of the engine."""
@@ -166,13 +169,14 @@ class KeptTrainWorker(TrainWorker):
 class KeptEngine(Engine):
     """Starts on the scheduler that an earlier run has left in this process, if it has the same arguments.
 
-    It has the same sizes in every run, so that one scheduler does for all.
+    It has the same sizes in every run with a tiny model, so that one scheduler does for all.
     """
 
     left: dict[str, KeptEngine] = {}
 
     def __init__(self, name: str, arguments: dict[str, Any], environment: dict[str, str], log: str) -> None:
-        super().__init__(name, arguments | LARGEST, environment, log)
+        context = max(POSITIONS, arguments.get("context_length") or 0)
+        super().__init__(name, arguments | LARGEST | {"context_length": context}, environment, log)
 
     async def start(self, arguments: dict[str, Any], timeout_s: float) -> None:
         """Nothing that the earlier run did is left in the scheduler but its weights, which count as none."""

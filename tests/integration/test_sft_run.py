@@ -32,6 +32,7 @@ def sft(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrid
         "actor_train.training_args.warmup_steps=0",
         f"max_steps={STEPS}",
         "eval_steps=1",
+        "num_devices_per_node=3",
         "track_with=[]",
         *overrides,
     )
