@@ -20,6 +20,19 @@ from examples.tiny_math.problems import write_problems
 MEASURED = ("time/", "memory/", "throughput/", "perf/", "val/seconds", "rollout/tokens_per_second")
 """Metrics that are clock or memory readings, and so never the same twice."""
 
+GAE: dict[str, Any] = {
+    "adv_estimator": "gae",
+    "lambd": 0.9,
+    "whiten_advantages": True,
+    "critic": {
+        "model_args": {"dtype": "fp32"},
+        "training_args": {"learning_rate": 3e-3, "per_device_train_batch_size": 8},
+        "strategy_args": {"strategy_config": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+        "device_mapping": [0, 1],
+    },
+}
+"""Keys of a run with a critic, on the policy's devices."""
+
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 240
 

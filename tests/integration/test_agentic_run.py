@@ -1,4 +1,7 @@
-"""Whole agentic runs on real engines and environments: what is learned is what was sampled, and failures stay out."""
+"""Whole agentic runs on real engines and environments: what is learned is what was sampled, and failures stay out.
+
+Two have a critic, for which every sample is a trajectory or a turn.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from agent_envs import HANGS, KINDS, RAISES
-from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
+from runs import GAE, assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from transformers import AutoTokenizer
 
 from roll.datasets.tokenizer import response_text
@@ -122,6 +125,12 @@ def check_ages(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert spans, "no trajectory continued across a weight update, so nothing was tested"
 
 
+def check_critic(steps: list[dict[str, Any]]) -> None:
+    """The critic begins at 0 and learns."""
+    assert steps[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["critic/explained_variance"] != 0 and all(line["critic/loss"] > 0 for line in steps)
+
+
 def ascii_of(text: str) -> str:
     """What does not depend on where bytes are cut into texts: an untrained model says any bytes."""
     return "".join(character for character in text if character.isascii())
@@ -142,12 +151,14 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         env_step_timeout_s=3.0,
         eval_steps=0,
         verify_weights="always",
+        **GAE,
     )
     code, output = shared_runs.run(config)
     assert code == 0, output
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_invariants(steps, 1)
+    check_critic(steps)
     assert max(line["staleness/max"] for line in steps) == 1, "nothing ran ahead"
     assert any(line["actor/ratio_deviation_max"] > 1e-3 for line in steps[1:]), "nothing was corrected"
     assert steps[0]["actor/ratio_deviation_max"] < 1e-4
@@ -180,6 +191,8 @@ def test_a_sequence_that_is_full_in_the_first_turn_ends_it_and_validation_beside
         eval_steps=1,
         sequence_length=17 + room,
         max_tokens_per_step=8,
+        sample_by="step",
+        adv_estimator="gigpo",
         actor_train__training_args__learning_rate=1e-12,
     )
     code, output = shared_runs.run(config)
@@ -210,8 +223,8 @@ def turns(seed: int, rows: list[dict[str, Any]]) -> int:
 
 
 def test_a_run_ended_by_ctrl_c_saves_a_checkpoint_and_goes_on_as_if_it_had_not_been(shared_runs, inputs, tmp_path):
-    """Deterministic and synchronous: turn by turn in lock-step, one sample a turn."""
-    keys = {"sample_by": "step", "adv_estimator": "gigpo", "actor_train__pg_variant": "cispo"}
+    """Deterministic and synchronous: turn by turn in lock-step, one sample a turn, with a critic."""
+    keys = {"sample_by": "step", "actor_train__pg_variant": "cispo", **GAE}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     code, output = shared_runs.run(agentic(inputs, whole, **keys))
     assert code == 0, output
@@ -231,6 +244,7 @@ def test_a_run_ended_by_ctrl_c_saves_a_checkpoint_and_goes_on_as_if_it_had_not_b
     assert lines(broken) == lines(whole)
     steps = lines(whole)
     check_invariants(steps[1:], 0)
+    check_critic(steps[1:])
     assert [("val/Lake/success" in line) for line in steps] == [True, False, True, False, True]
     assert steps[1]["correction/log_prob_diff_max"] < 1e-4
     assert json.loads((whole / "run" / "run.json").read_text())["summary"]["status"] == "finished"
