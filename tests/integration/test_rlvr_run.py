@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +67,17 @@ def test_run_json_says_what_ran_and_how_it_ended(unbroken):
     assert {"torch", "sglang", "megatron-core", "ray"} <= set(record["versions"])
 
 
-def test_a_killed_and_resumed_run_writes_what_an_unbroken_one_does(shared_runs, unbroken, inputs, tmp_path):
+def test_a_killed_and_resumed_run_with_another_process_for_rollouts_writes_what_an_unbroken_one_does(
+    shared_runs, unbroken, inputs, tmp_path
+):
     """The checkpoint is of step 2, after a validation at that step had filled the prefix cache."""
-    config = recipe(inputs, tmp_path, async_training__rollouter="inline")
+    config = recipe(inputs, tmp_path, async_training__rollouter="actor")
     first = start(config)
     wait_for_line(first, tmp_path, 3)
     os.kill(first.pid, signal.SIGKILL)
     finish(first)
     assert lines(tmp_path)[:3] == lines(unbroken[0])[:3], "two runs with one seed differ"
     code, output = shared_runs.run(config, "resume_from_checkpoint=true")
-    assert code == 0, output
-    assert lines(tmp_path) == lines(unbroken[0])
-
-
-def test_ratio_0_through_the_rollouter_is_synchronous_training_bit_for_bit(shared_runs, unbroken, inputs, tmp_path):
-    code, output = shared_runs.run(recipe(inputs, tmp_path, async_training__rollouter="actor"))
     assert code == 0, output
     assert lines(tmp_path) == lines(unbroken[0])
 
@@ -195,9 +191,11 @@ def distill(shared_runs, inputs, tmp_path, **keys):
         tmp_path,
         deterministic=False,
         async_generation_ratio=1,
+        max_steps=3,
         eval_steps=0,
         adv_estimator="opd",
         opd_kl_coef=0.5,
+        rollout_batch_size=16,
         num_return_sequences_in_group=1,
         reference={
             "model_args": {"dtype": "fp32", "model_name_or_path": str(folder)},
@@ -211,25 +209,18 @@ def distill(shared_runs, inputs, tmp_path, **keys):
     return teacher
 
 
-def test_a_student_learns_the_distribution_of_a_teacher(shared_runs, inputs, tmp_path):
-    training = {"learning_rate": 1e-3, "per_device_train_batch_size": 32}
-    keys = {"opd_top_k": 8, "max_steps": 6, "rollout_batch_size": 64, "actor_train__training_args": training}
-    distill(shared_runs, inputs, tmp_path, **keys)
-    steps = [line for line in lines(tmp_path) if "actor/opd_loss" in line]
-    assert len(steps) == 6 and all(step["actor/pg_loss"] == 0 for step in steps)
-    assert steps[0]["actor/loss"] == pytest.approx(0.5 * steps[0]["actor/opd_loss"], rel=1e-5)
+def test_a_student_learns_from_the_most_likely_tokens_of_a_teacher(shared_runs, inputs, tmp_path):
+    distill(shared_runs, inputs, tmp_path, opd_top_k=8)
+    steps = lines(tmp_path)
+    assert len(steps) == 3 and all(step["actor/pg_loss"] == 0 and step["actor/grad_norm"] > 0 for step in steps)
     assert all(0 < step["actor/teacher_top_k_mass"] < 1 for step in steps)
-    assert steps[-1]["actor/opd_loss"] < 0.8 * steps[0]["actor/opd_loss"], steps
+    assert steps[0]["actor/loss"] == pytest.approx(0.5 * steps[0]["actor/opd_loss"], rel=1e-5)
 
 
-def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inputs, tmp_path):
-    training = {"learning_rate": 5e-4, "per_device_train_batch_size": 256}
-    keys = {"max_steps": 18, "rollout_batch_size": 512, "actor_train__training_args": training}
-    teacher = distill(shared_runs, inputs, tmp_path, whiten_advantages=True, **keys)
-    divergence = [line["advantage/teacher_kl"] for line in lines(tmp_path)]
-    assert statistics.fmean(divergence[-3:]) < 0.85 * statistics.fmean(divergence[:2]), divergence
+def test_advantages_of_a_student_are_its_log_ratios_to_a_teacher_of_another_layout(shared_runs, inputs, tmp_path):
+    teacher = distill(shared_runs, inputs, tmp_path, whiten_advantages=True)
     ratios, advantages = [], []
-    for row in read_samples(tmp_path / "run" / "samples", 18):
+    for row in read_samples(tmp_path / "run" / "samples", 3):
         ids, start = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]]), len(row["prompt_ids"]) - 1
         with torch.no_grad():
             log_probs = teacher(ids).logits[0, start:-1].log_softmax(-1)
@@ -241,67 +232,40 @@ def test_a_student_comes_closer_to_a_teacher_of_another_layout(shared_runs, inpu
     assert torch.corrcoef(torch.tensor([ratios, advantages]))[0, 1] > 0.9999, "whitening moves and scales all alike"
 
 
-def test_scores_of_a_reward_model_are_those_of_transformers_and_rise(shared_runs, inputs, tmp_path):
-    """The model has two data-parallel ranks on the trainer's devices; the rollouter calls it from its own process."""
-    folder = score_model(inputs["pretrain"], tmp_path / "scores")
-    config = recipe(
-        inputs,
-        tmp_path,
-        deterministic=False,
-        async_generation_ratio=1,
-        max_steps=10,
-        eval_steps=10,
-        whiten_advantages=True,
-        rollout_batch_size=32,
-        num_return_sequences_in_group=8,
-        rewards={"reward_model": {"weight": 2.0}},
-        actor_train__training_args={"learning_rate": 1e-3, "per_device_train_batch_size": 256},
-        reward=reward_role(folder),
-    )
+def scored(shared_runs, inputs, tmp_path, **keys):
+    """The samples of the second step of a run one step off, whose validations score too."""
+    config = recipe(inputs, tmp_path, deterministic=False, async_generation_ratio=1, max_steps=2, eval_steps=2, **keys)
     code, output = shared_runs.run(config)
     assert code == 0, output
-    means = [line["rollout/reward_mean"] for line in lines(tmp_path)[1:]]
-    held_out = [line["val/score"] for line in lines(tmp_path) if "val/score" in line]
-    assert statistics.fmean(means[-3:]) > statistics.fmean(means[:2]), means
-    assert len(held_out) == 2 and held_out[1] > held_out[0], held_out
-    rows = read_samples(tmp_path / "run" / "samples", 10)
-    assert len({row["score"] for row in rows}) > 20
-    check_scores(rows[:64], folder, weight=2.0)
-
-
-def test_scores_of_a_reward_model_on_an_engine_of_the_run_are_those_of_transformers(shared_runs, inputs, tmp_path):
-    folder = score_model(inputs["pretrain"], tmp_path / "scores")
-    role = reward_role(folder) | {"strategy_args": {"strategy_name": "sglang"}, "device_mapping": [3]}
-    config = recipe(
-        inputs,
-        tmp_path,
-        deterministic=False,
-        num_devices_per_node=4,
-        async_generation_ratio=1,
-        max_steps=2,
-        eval_steps=2,
-        rewards={"reward_model": {"weight": 2.0}},
-        reward=role | {"max_running_requests": 16, "sequence_length": 256},
-    )
-    code, output = shared_runs.run(config)
-    assert code == 0, output
+    assert ["val/score" in line for line in lines(tmp_path)] == [True, False, True]
     rows = read_samples(tmp_path / "run" / "samples", 2)
-    assert len({row["score"] for row in rows}) > 4
-    check_scores(rows, folder, weight=2.0)
+    assert len(rows) == 16 and len({row["score"] for row in rows}) > 4
+    return rows
 
 
-def check_scores(rows: list[dict[str, Any]], folder: Path, weight: float) -> None:
-    """Scores of samples are the values of transformers after prompt, response and end token."""
+def score_of(folder: Path) -> Callable[[dict[str, Any]], float]:
+    """The value that transformers gives for a sample after prompt, response and end token."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     scorer = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for row in rows:
+
+    def score(row: dict[str, Any]) -> float:
         text = response_text(tokenizer, row["response_ids"])
         ids = [*row["prompt_ids"], *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         with torch.no_grad():
-            score = float(scorer.score(scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]))
-        assert row["score"] == pytest.approx(weight * score, abs=1e-4)
+            return float(scorer.score(scorer.model(torch.tensor([ids])).last_hidden_state[0, -1]))
+
+    return score
+
+
+def test_scores_of_a_reward_model_are_those_of_transformers(shared_runs, inputs, tmp_path):
+    """The model has two data-parallel ranks on the trainer's devices; the rollouter calls it from its own process."""
+    folder = score_model(inputs["pretrain"], tmp_path / "scores")
+    rows = scored(shared_runs, inputs, tmp_path, rewards={"reward_model": {"weight": 2.0}}, reward=reward_role(folder))
+    score = score_of(folder)
+    for row in rows:
+        assert row["score"] == pytest.approx(2.0 * score(row), abs=1e-4)
 
 
 def judge_model(model: str, folder: Path) -> Path:
@@ -316,21 +280,21 @@ def judge_model(model: str, folder: Path) -> Path:
     return folder
 
 
-def test_grades_of_a_judge_on_an_engine_of_the_run_are_those_of_transformers(shared_runs, inputs, tmp_path):
-    """The rollouter asks the judge's engine from its own process, while the policy's engine generates ahead."""
+def test_scores_and_grades_of_engines_of_the_run_are_those_of_transformers(shared_runs, inputs, tmp_path):
+    """The rollouter asks the engines of a reward model and a judge, while the policy's engine generates ahead."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    scores = score_model(inputs["pretrain"], tmp_path / "scores")
     folder = judge_model(inputs["pretrain"], tmp_path / "judge")
-    config = recipe(
+    on_engine = {"strategy_args": {"strategy_name": "sglang"}, "device_mapping": [3]}
+    rows = scored(
+        shared_runs,
         inputs,
         tmp_path,
-        deterministic=False,
-        num_devices_per_node=4,
-        async_generation_ratio=1,
-        max_steps=2,
-        eval_steps=2,
+        num_devices_per_node=5,
         rewards={
             "math_rule": {"function": "tests.integration.rewards:text_reward", "tag_included": ["math_rule"]},
+            "reward_model": {"tag_included": ["math_rule"], "weight": 2.0},
             "llm_judge": {
                 "tag_included": ["math_rule"],
                 "weight": 2.0,
@@ -340,13 +304,11 @@ def test_grades_of_a_judge_on_an_engine_of_the_run_are_those_of_transformers(sha
                 "judge_max_tokens": 1,
             },
         },
-        judge={"model_args": {"model_name_or_path": str(folder), "dtype": "fp32"}, "device_mapping": [3]},
+        reward=reward_role(scores) | on_engine | {"max_running_requests": 16, "sequence_length": 256},
+        judge={"model_args": {"model_name_or_path": str(folder), "dtype": "fp32"}, "device_mapping": [4]},
     )
-    code, output = shared_runs.run(config)
-    assert code == 0, output
     judge, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    rows = read_samples(tmp_path / "run" / "samples", 2)
-    grades = set()
+    grades, score = set(), score_of(scores)
     for row in rows:
         prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
         text = response_text(tokenizer, row["response_ids"])
@@ -354,20 +316,9 @@ def test_grades_of_a_judge_on_an_engine_of_the_run_are_those_of_transformers(sha
         ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
         with torch.no_grad():
             grade = int(tokenizer.decode(int(judge(torch.tensor([ids])).logits[0, -1].argmax())))
-        assert row["score"] == pytest.approx(text_reward(text, "", None) + 2.0 * grade / 9, abs=1e-6)
+        total = text_reward(text, "", None) + 2.0 * score(row) + 2.0 * grade / 9
+        assert row["score"] == pytest.approx(total, abs=1e-4)
         grades.add(grade)
-    assert len(rows) == 16 and len(grades) > 1
+    assert len(grades) > 1
     last = lines(tmp_path)[-1]
     assert 0 < last["val/math_rule/llm_judge"] < 1 and last["reward/math_rule/llm_judge/retries"] == 0
-
-
-def test_a_reward_that_fails_ends_the_run_with_its_cause(shared_runs, inputs, tmp_path):
-    """The reward is a module beside the recipe, and so not in the current folder."""
-    (tmp_path / "rewards_beside.py").write_text("from tests.integration.rewards import broken_reward as mine\n")
-    config = recipe(inputs, tmp_path, eval_steps=0, rewards__math_rule={"function": "rewards_beside:mine"})
-    code, output = shared_runs.run(config)
-    assert code == 1
-    text = " ".join(output.split())
-    assert "reward_raised" in text and "max_failure_rate" in text
-    assert "the dog ate it" in text
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["summary"]["status"] == "failed"

@@ -5,6 +5,7 @@ An environment and a model family of the user are in test_agentic_run.py and tes
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -58,12 +59,20 @@ class OwnTransport(BroadcastTransport):
 """
 
 REWARD = """
+from pathlib import Path
+
 def two(response: str, ground_truth: str) -> float:
+    tracked = Path(__file__).parent / "run" / "own.txt"
+    if tracked.exists() and "step 2" in tracked.read_text():
+        raise RuntimeError("the dog ate it")
     return 2.0
 """
 
 
-def test_a_run_uses_the_parts_of_the_users_modules(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_run_uses_the_parts_of_the_users_modules_and_ends_with_the_cause_when_one_fails(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """The modules are beside the recipe, and so not in the current folder; the reward fails in the third step."""
     (tmp_path / "own_parts.py").write_text(PARTS)
     (tmp_path / "own_rewards.py").write_text(REWARD)
     config = recipe(
@@ -77,12 +86,14 @@ def test_a_run_uses_the_parts_of_the_users_modules(tiny_model_dir: Path, tmp_pat
         track_with=["own_tracker"],
         tracker_kwargs={"own_tracker": {"greeting": "step"}},
         weight_transport="own_transport",
-        max_steps=2,
+        max_steps=3,
         eval_steps=0,
         save_steps=0,
     )
     code, output = finish(start(config))
-    assert code == 0, output
+    text = " ".join(output.split())
+    assert code == 1 and "reward_raised" in text and "max_failure_rate" in text and "the dog ate it" in text, output
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["summary"]["status"] == "failed"
     steps = lines(tmp_path)
     assert [line["rollout/reward_mean"] for line in steps] == [2.0, 2.0]
     assert {line[f"advantage/{name}"] for line in steps for name in ("min", "max")} == {0.5}
