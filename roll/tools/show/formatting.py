@@ -75,22 +75,14 @@ def sanitize_line(text: str, style: str = "") -> Text:
 
 def cut_middle(text: Text) -> Text:
     """The text; the middle of a long one is replaced by the number of characters omitted."""
-    head, omitted, _ = shorten(text.plain)
-    if not omitted:
+    plain = text.plain
+    if len(plain) <= HEAD_CHARACTERS + TAIL_CHARACTERS and plain.count("\n") < HEAD_LINES + TAIL_LINES:
         return text
+    head = "\n".join(plain[:HEAD_CHARACTERS].split("\n")[:HEAD_LINES])
+    tail = "\n".join(plain[len(head) :][-TAIL_CHARACTERS:].split("\n")[-TAIL_LINES:])
+    omitted = len(plain) - len(head) - len(tail)
     gap = Text(f"\n... {omitted:,} characters omitted ...\n", OMITTED_STYLE)
     return Text.assemble(text[: len(head)], gap, text[len(head) + omitted :])
-
-
-def shorten(text: str) -> tuple[str, int, str]:
-    """Head, number of characters omitted, and tail; (text, 0, "") if the text is short."""
-    few_lines = text.count("\n") < HEAD_LINES + TAIL_LINES
-    if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS and few_lines:
-        return text, 0, ""
-    head = "\n".join(text[:HEAD_CHARACTERS].split("\n")[:HEAD_LINES])
-    rest = text[len(head) :]
-    tail = "\n".join(rest[-TAIL_CHARACTERS:].split("\n")[-TAIL_LINES:])
-    return head, len(rest) - len(tail), tail
 
 
 def _is_escaped(character: str) -> bool:
