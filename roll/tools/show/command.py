@@ -73,8 +73,8 @@ def show(
         except RunError as error:
             message = Text.assemble("showing token ids, no tokenizer: ", sanitize_line(str(error)), style="yellow")
             console.print(message)
-    legend = [LEGEND] if responses and (html or console.color_system) else []
-    view = Group(*legend, step_view(step, groups, limit or DEFAULT_LIMIT, pieces))
+    colors = html is not None or (console.color_system is not None and not console.no_color)
+    view = Group(*([LEGEND] if responses and colors else []), step_view(step, groups, limit or DEFAULT_LIMIT, pieces))
     if html is None:
         console.print(view)
         return 0
