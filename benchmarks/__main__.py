@@ -23,6 +23,7 @@ BENCHMARKS = (
     "train_step",
     "balance",
     "overhead",
+    "recording",
     "async_overlap",
     "simulate",
     "agentic_rollout",

@@ -48,6 +48,7 @@ HELP = {
     "plot": "draw the curves of a run, or of several over each other, as a picture",
     "report": "write the page of one or several runs: findings, curves, time, samples, configuration",
     "watch": "serve the page of a run on this machine, up to date while the run goes on",
+    "explain": "say which samples and tokens moved the weights in a step",
 }
 """What each command does, for --help."""
 
@@ -62,6 +63,7 @@ TOOLS = {
     "plot": "roll.tools.plot",
     "report": "roll.report.command",
     "watch": "roll.report.watch",
+    "explain": "roll.report.explain_command",
 }
 """Command -> the module that defines it, with `add_options(parser)` and `run(arguments)`."""
 
@@ -224,7 +226,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in HELP.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name not in ("show", "plot", "report", "watch"):
+        if name not in ("show", "plot", "report", "watch", "explain"):
             command.add_argument("config", help="YAML file")
             help_text = "override values of the file"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)

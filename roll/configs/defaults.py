@@ -109,6 +109,8 @@ def _fill_in_rl(config: RLConfig) -> None:
         config.rollout_dump_dir = str(Path(config.output_dir) / "samples")
     elif "rollout_dump_steps" not in config.source.given:
         config.rollout_dump_steps = None  # nothing is deleted in a folder that was asked for
+    if config.rollout_dump_every is None and config.rollout_dump_steps:
+        config.rollout_dump_every = -(-config.max_steps // 10)
     sampling = config.actor_infer.generating_args
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = config.response_length

@@ -178,14 +178,20 @@ class LearnerOptions(
     )
     rollout_dump_dir: str | None = option(
         None,
-        "Folder for the samples of the newest steps: ids, log-probs, versions, scores and advantages, one JSONL a "
-        "step; `roll show` prints them. Default: output_dir/samples.",
+        "Folder for the samples of steps: ids, log-probs, versions, scores and advantages, one parquet file a step; "
+        "`roll show`, `roll report` and `roll explain` read them. Default: output_dir/samples.",
     )
     rollout_dump_steps: int | None = option(
         10,
         "Newest steps whose samples are kept in rollout_dump_dir; null keeps all steps, 0 writes none. Default: all "
         "where rollout_dump_dir is given.",
         ge=0,
+    )
+    rollout_dump_every: int | None = option(
+        None,
+        "Steps whose samples are kept beside the newest and the first: one in so many. Default: 10 in a run.",
+        ge=1,
+        only_for=needs("rollout_dump_steps", "rollout_dump_steps keeps all steps, or none"),
     )
     ppo_epochs: int = option(1, "Passes over each batch.", ge=1, usual=(1, 100))
     mean_logprob_mismatch: float | None = option(

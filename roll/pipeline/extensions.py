@@ -13,12 +13,12 @@ from roll.configs.run_options import ProcessOptions
 from roll.configs.user_code import UserCodeError, import_named
 
 if TYPE_CHECKING:
+    from roll.base.timers import StepClock
     from roll.pipeline.health import Monitor
     from roll.pipeline.learning.learner import RLLearner
     from roll.pipeline.parts import BatchHook
     from roll.rollout.rollouter import Rollouter
     from roll.rollout.source import SampleBatch
-    from roll.rollout.timers import StepClock
     from roll.trackers.base import Metrics
 
 

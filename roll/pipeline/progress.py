@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from roll.base.timers import StepClock
 from roll.configs.run_options import LoopOptions
 from roll.distributed.calls.remote_errors import ClusterError
 from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
 from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
 from roll.pipeline.parts import BatchHook
 from roll.rollout.source import SampleBatch, SampleSource
-from roll.rollout.timers import StepClock
+from roll.trackers.recording import TRAINER, Recording
 
 if TYPE_CHECKING:
     from roll.distributed.shared_devices import SharedDevices
@@ -66,6 +67,7 @@ class RunProgress:
         self._target_reached = target_reached or (lambda metrics: False)
         self._batch_hook, self._engine_check = batch_hook, engine_check
         self._checkpoints, self._performance = checkpoints_of(config), performance
+        self._recording = Recording(config.output_dir)
         self.state = PipelineState()
         self.validation: dict[str, dict[str, float]] = {}
         self.checkpoint: Path | None = None
@@ -145,6 +147,7 @@ class RunProgress:
         if self._waited:
             clock.add("checkpoint_wait", self._waited)
             self._waited = 0.0
+        self._record(clock)
         times = clock.metrics()
         self._last_step_at = time.monotonic()
         speed = {}
@@ -152,8 +155,11 @@ class RunProgress:
             speed = self._performance.metrics(batch.data.batch, times, metrics.get(PEAK_TFLOPS))
         self._log({**metrics, **speed, **times})
 
+    def _record(self, clock: StepClock) -> None:
+        self._recording.spans(TRAINER, self.state.step, clock.spans)
+
     def _log(self, metrics: Mapping[str, float]) -> None:
-        counts = {"step": self.state.step, "version": self.state.version}
+        counts = {"step": self.state.step, "version": self.state.version, "time/unix": time.time()}
         restarts = {"faults/run_restarts": float(self.restarts)} if self.restarts else {}
         self._trackers.log(self.state.step, {**counts, **metrics, **restarts})
 
@@ -253,6 +259,7 @@ class RunProgress:
         if folder is None:
             if self._config.resume_from_checkpoint:
                 logger.warning("no complete checkpoint in %s: starting at step 0", self._config.output_dir)
+            self._recording.begin(0)
             self._rename_old_checkpoints(None)
             return
         self.state = PipelineState.load(folder)
@@ -260,6 +267,7 @@ class RunProgress:
         with must_fit(folder):
             await self._samples.load_state_dict(self.state.samples)
             await self._learner.load(folder)
+        self._recording.begin(self.state.step)
         self._rename_old_checkpoints(folder)
         self.checkpoint = folder
         logger.info("resumed from %s at step %d, version %d", folder, self.state.step, self.state.version)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 
 from roll.base.errors import RunInterrupted
+from roll.base.timers import StepClock
 from roll.configs.pipeline import BaseConfig
 from roll.pipeline.extensions import call_hook, load_extensions
 from roll.pipeline.kinds import pipeline_of
@@ -18,7 +19,6 @@ from roll.pipeline.progress import RunProgress
 from roll.pipeline.restarts import RunningLoop, continued
 from roll.pipeline.session import Session
 from roll.pipeline.summary import RunSummary, recorded, report_bottleneck
-from roll.rollout.timers import StepClock
 from roll.trackers import make_trackers
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class TrainingLoop(RunProgress):
             logger.info("validating before step 1")
             metrics |= await self._validate(clock)
             self._log(metrics | clock.metrics())
+        self._record(clock)
         await self._samples.advance(self.state.version)
 
     async def step(self) -> None:

@@ -29,6 +29,9 @@ PARTS = (
 )
 """Parts of a step that do not overlap, by their text and metric."""
 
+MOST_NOISE_TOKENS = 100
+"""Tokens below which means of tokens say nothing."""
+
 Kind = Literal["bad", "warn", "ok"]
 
 
@@ -118,7 +121,11 @@ def no_gradient(run: Run) -> Iterator[RunFinding]:
     """Groups with equal scores teach nothing."""
     metric = "advantage/zero_variance_group_fraction"
     if (values := run.values(metric, 0.1)) and (share := fmean(values)) > 0.5:
-        yield RunFinding("warn", text("f_no_gradient", share=percent(share)), metric)
+        rewards = run.values("rollout/reward_mean")
+        if rewards and max(rewards) - min(rewards) < 0.05 and share > 0.8:
+            yield RunFinding("bad", text("f_nothing", share=percent(share), reward=digits(rewards[-1])), metric)
+        else:
+            yield RunFinding("warn", text("f_no_gradient", share=percent(share)), metric)
 
 
 def length_hacking(run: Run) -> Iterator[RunFinding]:
@@ -161,6 +168,40 @@ def mismatch(run: Run) -> Iterator[RunFinding]:
     half = run.key("actor_infer.model_args.dtype") != "fp32" or run.key("actor_train.model_args.dtype") != "fp32"
     if fresh and (value := median(fresh)) > (0.1 if half else 1e-3):
         yield RunFinding("bad", text("f_mismatch", value=digits(value)), name)
+
+
+def one_engine_apart(run: Run) -> Iterator[RunFinding]:
+    """The samples of one engine are much further from the trainer's log-probs than those of the others."""
+    if not run.dumped:
+        return
+    distances: defaultdict[int, list[float]] = defaultdict(list)
+    for row in run.samples(run.dumped[-1]):
+        trained, sampled = row.get("train_log_probs") or row.get("old_log_probs"), row.get("behavior_log_probs")
+        if isinstance(row.get("engine"), int) and trained and sampled:
+            distances[row["engine"]] += [abs(a - b) for a, b in zip(trained, sampled, strict=False)]
+    means = {engine: fmean(values) for engine, values in distances.items() if len(values) >= MOST_NOISE_TOKENS}
+    if len(means) > 1:
+        worst = max(means, key=lambda engine: means[engine])
+        others = median(value for engine, value in means.items() if engine != worst)
+        if means[worst] > max(3 * others, 0.02):
+            values = {"engine": worst, "value": digits(means[worst]), "others": digits(others), "step": run.dumped[-1]}
+            yield RunFinding("bad", text("f_engine", **values), "samples")
+
+
+def truncated_sampling(run: Run) -> Iterator[RunFinding]:
+    """Sampled tokens are more likely than tokens drawn from the policy: -log p is below the entropy on average."""
+    gaps, entropies = [], []
+    for row in run.samples(run.dumped[-1]) if run.dumped else []:
+        for log_prob, each in zip(row.get("train_log_probs") or (), row.get("entropy") or (), strict=False):
+            gaps.append(-log_prob - each)
+            entropies.append(each)
+    sampling = "actor_infer.generating_args"
+    cuts = run.key(f"{sampling}.top_p", 1) < 1 or run.key(f"{sampling}.top_k", 0) > 0
+    if len(gaps) < MOST_NOISE_TOKENS or (cuts and run.key("on_truncated_sampling") == "replay"):
+        return
+    gap, noise = fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))
+    if gap < -max(6 * noise, 0.1 * fmean(entropies)):
+        yield RunFinding("bad", text("f_truncated", gap=digits(-gap), entropy=digits(fmean(entropies))), "samples")
 
 
 def gradient_spike(run: Run) -> Iterator[RunFinding]:
@@ -249,8 +290,8 @@ def faults(run: Run) -> Iterator[RunFinding]:
 
 
 RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
-    ended_early, not_finite, reward_hacked, tag_against_others, mismatch, stale, entropy, learned, length_hacking,
-    gradient_spike, few_samples, no_gradient, cut, drops, idle, slow_step, faults,
+    ended_early, not_finite, reward_hacked, tag_against_others, one_engine_apart, mismatch, stale, truncated_sampling,
+    entropy, learned, length_hacking, gradient_spike, few_samples, no_gradient, cut, drops, idle, slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
 

@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from roll.report.findings import PARTS, RunFinding, digits, find, percent
+from roll.report.history import MOST_LANES, drop_reasons, histograms, lanes
 from roll.report.read import WAITING, Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
 from roll.report.text import Text, bilingual, text
@@ -44,7 +45,7 @@ CHARTS = (
     Chart("curves", "Validation loss", "验证损失", ["val/loss"]),
     Chart("curves", "Reward", "奖励", ["rollout/reward_mean"]),
     Chart("curves", "Training loss", "训练损失", ["actor/loss"]),
-    Chart("curves", "Response length", "回答长度", ["rollout/response_length_mean", "rollout/response_length_max"]),
+    Chart("lengths", "Response length", "回答长度", ["rollout/response_length_mean", "rollout/response_length_max"]),
     Chart("curves", "Entropy", "熵", ["actor/entropy"]),
     Chart("curves", "Gradient norm", "梯度范数", ["actor/grad_norm"]),
     Chart("curves", "Distance to the sampling policy", "与采样策略的距离", ["correction/behavior_k3"]),
@@ -63,7 +64,7 @@ CHARTS = (
     Chart("freshness", "Staleness", "滞后", ["staleness/mean", "staleness/max"]),
     Chart("freshness", "From submission to training", "从提交到训练", ["time/sample_age_mean", "time/sample_age_max"]),
     Chart("freshness", "Effective samples", "有效样本", ["correction/ess"], True),
-    Chart("freshness", "Responses cut at the limit", "被截断的回答", ["rollout/truncated_fraction"], True),
+    Chart("lengths", "Responses cut at the limit", "被截断的回答", ["rollout/truncated_fraction"], True),
 )
 
 
@@ -76,13 +77,14 @@ def make_page(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
     """
     names = "".join(_chip(index, run) for index, run in enumerate(runs))
     chips = f"<div class=chips>{names}</div>" if len(runs) > 1 else ""
-    sections = ("curves", "time", "freshness", "samples", "configuration")
+    sections = ("curves", "time", "freshness", "lengths", "samples", "configuration")
     links = "".join(f"<a href=#{name}>{text(name).html()}</a>" for name in sections)
     body = [
         _each(runs, "figures", "findings"),
         _section("curves", f"<div class=grid data-charts=curves></div>{_all_metrics()}"),
-        _section("time", _each(runs, "time") + "<div class=grid data-charts=time></div>", "time_title"),
-        _section("freshness", "<div class=grid data-charts=freshness></div>"),
+        _section("time", _each(runs, "time", "lanes") + "<div class=grid data-charts=time></div>", "time_title"),
+        _section("freshness", "<div class=grid data-charts=freshness></div>" + _each(runs, "ages", "drops")),
+        _section("lengths", "<div class=grid data-charts=lengths></div>" + _each(runs, "lengths")),
         _section("samples", _each(runs, "samples")),
         _section("configuration", _configuration(runs)),
     ]
@@ -112,7 +114,7 @@ def _each(runs: Sequence[Run], *names: str) -> str:
     """Parts of each run, of which the page shows those of the run that is chosen."""
     return "".join(
         f"<div class=of-run data-run={index}{' hidden' if index else ''}>"
-        + "".join(f"<div data-part={name}>{RUN_PARTS[name](run)}</div>" for name in names)
+        + "".join(f"<div data-part={name}>{PARTS_OF_RUN[name](run)}</div>" for name in names)
         + "</div>"
         for index, run in enumerate(runs)
     )
@@ -214,12 +216,46 @@ def _time(run: Run) -> str:
     return f"<div class=stack>{bar}</div><ul class=legend>{legend}</ul>"
 
 
+def _lanes(run: Run) -> str:
+    """The frame that the script draws lanes in, and a sentence that it shows where there are none."""
+    widths = "".join(
+        f"<button data-width={width} aria-pressed=false>{width or text('all').html()}</button>"
+        for width in (1, 5, 20, 0)
+    )
+    more = len({span["who"] for span in run.spans}) - MOST_LANES
+    left = f"<p class=dim>{text('lanes_left', count=more).html()}</p>" if more > 0 else ""
+    return (
+        f"<p class=empty>{text('no_spans').html()}</p>"
+        f"<div class=lanes hidden><h3>{text('lanes').html()}</h3><div class=tools>"
+        f"<label>{text('first_step').html()} <input type=range min=0 value=0></label>"
+        f"<span>{text('steps_shown').html()} {widths}</span>"
+        f"<button class=save>{text('perfetto').html()}</button></div><div class=drawn></div>"
+        f"{left}<ul class=legend></ul></div>"
+    )
+
+
+def _drops(run: Run) -> str:
+    """Why groups were dropped."""
+    if not run.groups:
+        return f"<p class=empty>{text('no_groups').html()}</p>"
+    rows = "".join(
+        f"<tr><td><code>{html.escape(reason)}</code><td>{count:,}<td>{example.html()}"
+        for reason, count, example in drop_reasons(run)
+    )
+    dropped = f"<div class=wide><table>{rows}</table></div>" if rows else f"<p class=dim>{text('no_drops').html()}</p>"
+    return f"<h3>{text('reasons').html()}</h3>{dropped}"
+
+
+def _histograms(section: str) -> Callable[[Run], str]:
+    return lambda run: f"<div class=grid data-hist={section}></div>"
+
+
 def _samples(run: Run) -> str:
     if not run.dumped:
         return f"<p class=empty>{text('no_samples').html()}</p>"
     tints = "".join(
         f"<button data-tint={key} aria-pressed={'true' if key == 'a' else 'false'}>{text(name).html()}</button>"
-        for key, name in (("a", "tint_advantage"), ("lr", "tint_ratio"), ("lp", "tint_surprise"), ("v", "tint_version"))
+        for key, name in (("a", "tint_advantage"), ("lr", "tint_ratio"), ("h", "tint_entropy"), ("v", "tint_version"))
     )
     steps = "".join(f"<button data-step={step}>{step}</button>" for step in shown_steps(run))
     tools = f"<div class=tools><span>{text('step_number').html()} {steps}</span><span>{tints}</span></div>"
@@ -271,6 +307,8 @@ def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str
             for chart in CHARTS
         ],
         "units": {name: meanings[name] for name in sorted(meanings) if live or name in names},
+        "lanes": [lanes(run) for run in runs],
+        "histograms": [histograms(run) for run in runs],
         "samples": [[] if live else _run_samples(run) for run in runs],
         "words": {name: text(name).html() for name in ("constant", "no_text")},
         "live": live,
@@ -330,6 +368,15 @@ RUN_PARTS: Mapping[str, Callable[[Run], str]] = {
     "figures": _key_figures,
     "findings": _findings,
     "time": _time,
+    "drops": _drops,
     "samples": _samples,
 }
 """Parts of the page whose HTML follows from one run; `roll watch` replaces them as the run goes on."""
+
+PARTS_OF_RUN = {
+    **RUN_PARTS,
+    "lanes": _lanes,
+    "ages": _histograms("freshness"),
+    "lengths": _histograms("lengths"),
+}
+"""These, and the frames that the script draws in."""

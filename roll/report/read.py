@@ -15,10 +15,15 @@ from roll.base.events import EVENTS_FILE
 from roll.configs.trackers import METRICS_FILE
 from roll.tools.show.samples import working_directory
 from roll.tools.terminal import option_error
-from roll.trackers.files import HEALTH_FILE, RUN_FILE, dumped_steps, read_samples
+from roll.trackers.files import HEALTH_FILE, RUN_FILE
+from roll.trackers.recording import GROUPS_FILE, SPANS_FILE
+from roll.trackers.sample_files import dumped_steps, read_samples
 
 ENDED = ("finished", "interrupted", "failed")
 """Ends of a run as its summary says them."""
+
+MOST_SECONDS = 1e11
+"""Largest time of a file, in seconds since 1970."""
 
 DIED = "died"
 """Status of a run whose last report is out of date and which wrote no summary."""
@@ -38,6 +43,8 @@ class Run:
         versions: of Python and the libraries.
         rows: metrics by step, in order; row 0 is the validation before training.
         events: faults and what was done about them.
+        spans: who did what, from when until when; `roll.trackers.recording` has their fields.
+        groups: what became of each group of samples.
         status: `running`, one of ENDED, DIED, or WAITING.
         remarks: what could not be read.
     """
@@ -48,6 +55,8 @@ class Run:
     versions: Mapping[str, str] = field(default_factory=dict)
     rows: Sequence[Mapping[str, float]] = ()
     events: Sequence[Mapping[str, Any]] = ()
+    spans: Sequence[Mapping[str, Any]] = ()
+    groups: Sequence[Mapping[str, Any]] = ()
     status: str = "running"
     remarks: Sequence[str] = ()
 
@@ -124,6 +133,8 @@ def read_run(folder: Path, now: float | None = None) -> Run:
         {str(name): str(version) for name, version in _mapping(record.get("versions")).items()},
         rows,
         [event for event in _lines(folder / EVENTS_FILE, remarks) if isinstance(event.get("message"), str)],
+        [span for span in _lines(folder / SPANS_FILE, remarks) if _is_span(span)],
+        [group for group in _lines(folder / GROUPS_FILE, remarks) if _is_group(group)],
         _status(summary, health, time.time() if now is None else now),
         remarks,
     )
@@ -197,6 +208,18 @@ def _text(path: Path, remarks: list[str]) -> str:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _is_span(span: Mapping[str, Any]) -> bool:
+    known = isinstance(span.get("who"), str) and isinstance(span.get("what"), str) and isinstance(span.get("step"), int)
+    times: list[Any] = [span.get("start"), span.get("end")]
+    return known and all(map(is_number, times)) and 0 <= times[0] <= times[1] < MOST_SECONDS
+
+
+def _is_group(group: Mapping[str, Any]) -> bool:
+    numbers = all(isinstance(group.get(name), int) for name in ("number", "step", "version"))
+    lists = all(isinstance(group.get(name, []), list) for name in ("lengths", "scores", "engines"))
+    return numbers and lists and all(isinstance(engine, int) for engine in group.get("engines", []))
 
 
 def _is_sample(row: object) -> bool:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll.report.read import Run
+from roll.report.findings import digits
+from roll.report.read import Run, is_number
 from roll.tools.show.samples import sample_weight, token_weights
 from roll.tools.show.tokens import Pieces, model_pieces, token_numbers
 
@@ -60,7 +61,8 @@ def _group(rows: Sequence[dict[str, Any]], share: float, pieces: Pieces) -> dict
 def _row(row: Mapping[str, Any], count: int, pieces: Pieces) -> dict[str, Any]:
     ids = row["response_ids"][:MOST_TOKENS]
     mu, old = (_values(row, name, len(ids)) for name in ("behavior_log_probs", "old_log_probs"))
-    ratio = [_rounded(o - m) if o is not None and m is not None else None for o, m in zip(old, mu, strict=True)]
+    trained = _values(row, "train_log_probs", len(ids)) if "train_log_probs" in row else old
+    ratio = [_rounded(o - m) if o is not None and m is not None else None for o, m in zip(trained, mu, strict=True)]
     return {
         "n": count,
         "score": row["score"],
@@ -70,9 +72,20 @@ def _row(row: Mapping[str, Any], count: int, pieces: Pieces) -> dict[str, Any]:
         "w": [_rounded(weight) for weight in token_weights(dict(row))[: len(ids)]],
         "lp": mu,
         "lr": ratio,
+        "h": _values(row, "entropy", len(ids)),
+        "of": _described(row),
         "v": _values(row, "weight_version", len(ids)),
         "turns": _turns(row["episode"]) if isinstance(row.get("episode"), dict) else [],
     }
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    """Where a sample comes from and what its score is made of."""
+    parts = row["parts"].items() if isinstance(row.get("parts"), dict) else ()
+    facts = [f"{name} {digits(value)}" for name, value in parts if is_number(value)]
+    facts += [f"engine {row['engine']}"] if isinstance(row.get("engine"), int) else []
+    facts += [str(row["stop"])] if row.get("stop") not in (None, "terminated") else []
+    return ", ".join(facts)[:200]
 
 
 def _turns(episode: Mapping[str, Any]) -> list[dict[str, Any]]:

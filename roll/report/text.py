@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 TEXTS: Mapping[str, tuple[str, str]] = {
     # Parts of the page
     "curves": ("Curves", "曲线"),
+    "lengths": ("Lengths", "长度"),
     "time": ("Time", "时间"),
     "freshness": ("Freshness", "新鲜度"),
     "samples": ("Samples", "样本"),
@@ -52,8 +53,26 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     ),
     "no_config": ("run.json cannot be read, so the configuration is not known.", "无法读取 run.json，配置未知。"),
     "no_time": ("No step has a time.", "没有记录任何一步的时间。"),
+    "no_spans": ("Spans were not recorded: spans.jsonl is missing.", "没有记录时间段：缺少 spans.jsonl。"),
+    "no_groups": ("Groups were not recorded: groups.jsonl is missing.", "没有记录样本组：缺少 groups.jsonl。"),
     "remark": ("Left out: {what}", "已略过：{what}"),
     # Time
+    "lanes": (
+        "Who did what; one row for the trainer, the rollout process and each engine",
+        "各进程的时间线：训练器、采样进程与每个引擎",
+    ),
+    "lanes_left": ("{count} more engines are not shown", "另有 {count} 个引擎未显示"),
+    "steps_shown": ("steps shown", "显示的步数"),
+    "first_step": ("first step", "起始步"),
+    "all": ("all", "全部"),
+    "perfetto": ("Save for ui.perfetto.dev", "保存供 ui.perfetto.dev 使用"),
+    "h_age": ("Age of the samples in weight versions, by step", "样本的权重版本滞后（按步）"),
+    "h_length": ("Response length in tokens, by step", "回答长度（词元，按步）"),
+    "h_score": ("Mean score by response length", "各回答长度的平均得分"),
+    "reasons": ("Dropped prompts", "丢弃的提示"),
+    "no_drops": ("No prompt was dropped.", "没有提示被丢弃。"),
+    "drop_example": ("last {name}, step {step}: {cause}", "最近一次 {name}，第 {step} 步：{cause}"),
+    "no_cause": ("no failure", "无故障"),
     "time_title": ("Where the time of the steps went", "每步时间的去向"),
     "wait": ("wait for samples", "等待样本"),
     "log_probs": ("log-probs", "对数概率"),
@@ -73,7 +92,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "no_text": ("No group of this step has samples.", "该步没有样本。"),
     "tint_advantage": ("advantage", "优势"),
     "tint_ratio": ("log ratio", "对数比"),
-    "tint_surprise": ("-log p", "-log p"),
+    "tint_entropy": ("entropy", "熵"),
     "tint_version": ("version", "版本"),
     # Configuration
     "keys_given": ("{given} keys given, all others at their defaults", "给出 {given} 个键，其余为默认值"),
@@ -114,6 +133,11 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "f_fell": (
         "Validation fell from {best} at step {step} to {last}. A checkpoint near step {step} is the better model.",
         "验证得分从第 {step} 步的 {best} 降至 {last}。第 {step} 步附近的检查点更好。",
+    ),
+    "f_nothing": (
+        "{share} of the groups have equal scores and the reward stays {reward}. Read the samples: template, tokenizer "
+        "or reward may not fit the model.",
+        "{share} 的组得分相同，奖励一直为 {reward}：请查看样本；模板、分词器或奖励可能与模型不匹配。",
     ),
     "f_no_gradient": (
         "{share} of groups gave no gradient at the end: all their scores are equal. Use harder or easier prompts, or "
@@ -166,6 +190,18 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "f_cut": (
         "{share} of responses were cut at response_length {length}. Raise it, or penalise length.",
         "{share} 的回答在 response_length {length} 处被截断。请增大它，或惩罚长度。",
+    ),
+    "f_engine": (
+        "Engine {engine} is {value} from the trainer's log-probs in step {step}, the others {others}. Its weights are "
+        "not those of its version: verify_weights checks every update.",
+        "第 {step} 步引擎 {engine} 与训练器对数概率相差 {value}，其他引擎为 {others}。"
+        "其权重与版本不符：verify_weights 可检查每次更新。",
+    ),
+    "f_truncated": (
+        "Sampled tokens are {gap} nats more likely than the policy's own (entropy {entropy}). Sampling is truncated: "
+        "see top_p and top_k of actor_infer.generating_args.",
+        "采样词元比策略自身分布高 {gap} 奈特（熵 {entropy}）。采样被截断："
+        "请检查 actor_infer.generating_args 的 top_p 与 top_k。",
     ),
     "f_drops": ("{share} of prompts were dropped, most for {reason}.", "{share} 的提示被丢弃，主要原因 {reason}。"),
     "f_idle": ("{who} idle {idle} of the time. {advice}", "{who}有 {idle} 的时间空闲。{advice}"),

@@ -23,6 +23,7 @@ from typing import Any
 from zlib import crc32
 
 from roll.base.errors import ConfigError
+from roll.report.history import histograms, lanes
 from roll.report.page import LIVE_SCRIPTS, RUN_PARTS, make_page, run_curves, static_text
 from roll.report.read import DIED, ENDED, WAITING, Run, read_run
 from roll.report.samples import step_groups, token_pieces
@@ -34,6 +35,9 @@ LOOPBACK = "127.0.0.1"
 OWN_NAMES = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 """`Host` of a request to this machine; a tunnel may have another port. A site whose name was made to point here (DNS
 rebinding) sends that name."""
+
+LIVE_SPANS = 3_000
+"""Spans that are sent with each step, the newest."""
 
 CHANGED_BY_RESUMING = {"resume_from_checkpoint", "max_steps", "source"}
 """Keys that may change when a run continues."""
@@ -105,7 +109,10 @@ class WatchedRun:
             state = "live_ended" if found.status in ENDED else "f_died" if found.status == DIED else "live_running"
             changed = {"state": state, "rewinds": self._rewinds, "since": since, "series": run_curves(newer)}
             made = crc32(json.dumps([self._parts, found.dumped]).encode())
-            return changed | ({"version": made, "parts": self._parts, "kept": found.dumped} if made != version else {})
+            if made == version:
+                return changed
+            history = {"lanes": lanes(found, LIVE_SPANS), "histograms": histograms(found)}
+            return changed | {"version": made, "parts": self._parts, "kept": found.dumped} | history
 
     def samples(self, step: int) -> Mapping[str, Any]:
         """The groups of any step whose samples were kept."""

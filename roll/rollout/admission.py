@@ -156,6 +156,8 @@ class Admission(Generic[T]):
         self._deadlines = Deadlines()
         self._paused_for: Counter[str] = Counter()
         self._to_resubmit: list[PromptRequest] = []
+        self.on_discard: Callable[[FinishedGroup[T], str], None] = lambda finished, reason: None
+        """Is told of every ready group that is dropped, and of the reason."""
 
     @property
     def learning_version(self) -> int:
@@ -214,7 +216,7 @@ class Admission(Generic[T]):
         self._keep(FinishedGroup(request, group, oldest_version))
         self._drop_stale()
 
-    def drop(self, number: int, reason: str) -> None:
+    def drop(self, number: int, reason: str) -> PromptRequest:
         """Drops a prompt in flight that failed or was filtered, so that a new prompt may be submitted instead.
 
         Raises:
@@ -223,6 +225,7 @@ class Admission(Generic[T]):
         request = self._end(number, f"drop ({reason})")
         self._deadlines.drop_running(request.deadline)
         self.ledger.drop(reason)
+        return request
 
     def advance(self, version: int) -> None:
         """Records that the engines have the weights of `version`, so that more prompts may be submitted.
@@ -383,5 +386,6 @@ class Admission(Generic[T]):
         for finished in removed:
             self._deadlines.remove_ready(finished.request.deadline)
             self.ledger.discard(reason)
+            self.on_discard(finished, reason)
             count += 1
         return count

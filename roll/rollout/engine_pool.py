@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
+from roll.base.timers import BusyTimer
 from roll.rollout.types import GenerateRequest, GenerateResult
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,9 @@ class EnginePool:
 
     Requests of an engine that died are sent again, as they were, to those that serve; where none does, they wait. A
     restarted engine gets requests once it serves.
+
+    Attributes:
+        lanes: when each engine had requests of this pool, on the clock `time.monotonic`.
     """
 
     def __init__(self, engines: Engines, retries: int, max_running: int, restarted: bool = False) -> None:
@@ -60,6 +66,7 @@ class EnginePool:
         self._engines = engines
         self._retries = retries
         self._restarted = restarted
+        self.lanes = [BusyTimer(time.monotonic()) for _ in range(engines.world_size)]
         self._balancer = Balancer(engines.world_size)
         self._sessions = Balancer(engines.world_size)
         self._capacity = QUEUED * max_running * engines.world_size
@@ -146,7 +153,7 @@ class EnginePool:
         while part:
             engine = sent.engine_of(part[0])
             try:
-                answers = await self._engines.generate(engine, [sent.requests[index] for index in part])
+                answers = await self._ask(engine, [sent.requests[index] for index in part])
             except EngineDownError:
                 if not self._restarted:
                     raise
@@ -163,6 +170,14 @@ class EnginePool:
                 target = self._balancer.next_after(engine)
             for index in part:
                 sent.assign(index, target)
+
+    async def _ask(self, engine: int, requests: list[GenerateRequest]) -> list[GenerateResult]:
+        self.lanes[engine].enter(time.monotonic())
+        try:
+            answers = await self._engines.generate(engine, requests)
+        finally:
+            self.lanes[engine].exit(time.monotonic())
+        return [replace(answer, engine=engine) for answer in answers]
 
     def _set_down(self, engine: int) -> None:
         """Marks an engine as down: it gets no requests until it serves again."""

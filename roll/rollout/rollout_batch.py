@@ -1,13 +1,11 @@
-"""Groups of trajectories as the tensors the learner takes, and as the files of `rollout_dump_dir`."""
+"""Groups of trajectories as the tensors the learner takes."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from roll.configs.environments import SampleBy
 from roll.datasets.batch import Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.rollout.types import NOT_SAMPLED, Group, SampledTurn, Trajectory
-from roll.trackers.files import dump_path, dumped_steps, write_whole
 
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
@@ -83,7 +80,8 @@ def batch_of_groups(
         greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
         `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
         does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The column `tag` has
-        the name of each tag; the columns `id`, `prompt_id`, `ground_truth` and `episode` are for dumps.
+        the name of each tag; the columns `id`, `prompt_id`, `ground_truth`, `stop` (why the trajectory ended),
+        `engine`, `parts` (its score by each reward) and `episode` are for dumps.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -117,6 +115,9 @@ def batch_of_groups(
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
         "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],
+        "stop": [row.trajectory.stop for row in rows],
+        "engine": [row.turns[-1].engine if row.turns else None for row in rows],
+        "parts": [row.trajectory.reward_parts for row in rows],
     }
     if episodes:
         columns["episode"] = [_describe_episode(row) for row in rows]
@@ -210,57 +211,3 @@ def _describe_episode(row: Row) -> dict[str, Any]:
             for turn in row.turns
         ],
     }
-
-
-NAMES = ("id", "prompt_id", "ground_truth")
-"""Columns that say which sample a line is of, where the batch has them."""
-
-TOKEN_VALUES = ("behavior_log_probs", "weight_version", "old_log_probs", "ref_log_probs", "advantages")
-"""Tensors [B, T] whose values at response tokens are written, where the batch has them."""
-
-
-def dump_samples(data: Batch, folder: Path, step: int, keep: int | None = None) -> Path:
-    """Writes one line for each sample and returns the file; a partly written file is never visible under its name.
-
-    A line has `id`, `prompt_id`, `ground_truth`, `group`, `score`, `prompt_ids`, `response_ids`, and TOKEN_VALUES of
-    each response token. In agentic runs it has `episode` too: `trajectory` (its name), `tag`, `seed`, `stop`,
-    `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and `versions`. Padding samples are
-    left out. Of earlier files the newest `keep` up to this step stay, and those of later steps, from an earlier run, do
-    not. None keeps all.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
-    path = dump_path(folder, step)
-    write_whole(path, lambda file: file.writelines(json.dumps(sample) + "\n" for sample in _samples(data)))
-    if keep is not None:
-        steps = dumped_steps(folder)
-        kept = [number for number in steps if number <= step][-keep:]
-        for number in set(steps) - set(kept):
-            dump_path(folder, number).unlink(missing_ok=True)
-    return path
-
-
-def _samples(data: Batch) -> Iterator[dict[str, Any]]:
-    batch, names = data.batch, [name for name in TOKEN_VALUES if name in data.batch.keys()]
-    response, attended = batch["response_mask"].bool(), batch["attention_mask"].bool()
-    before = attended & (response.long().cumsum(-1) == 0)
-    numbers = {name: batch[name].tolist() for name in ("group_ids", "scores")}
-    prompts, responses = (_row_values(batch["input_ids"], mask) for mask in (before, response))
-    tokens = {name: _row_values(batch[name], response) for name in names}
-    for row, sampled in enumerate(response.any(-1).tolist()):
-        if sampled:
-            yield {
-                **{name: data.non_tensor_batch[name][row] for name in NAMES if name in data},
-                "group": int(numbers["group_ids"][row]),
-                "score": float(numbers["scores"][row]),
-                "prompt_ids": prompts[row],
-                "response_ids": responses[row],
-                **{name: values[row] for name, values in tokens.items()},
-                **({"episode": data.non_tensor_batch["episode"][row]} if "episode" in data else {}),
-            }
-
-
-def _row_values(values: torch.Tensor, mask: torch.Tensor) -> list[list[float]]:
-    flat, ends = values[mask].tolist(), mask.sum(-1).cumsum(0).tolist()
-    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]

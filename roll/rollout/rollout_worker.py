@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from roll.base.errors import RunError
+from roll.base.timers import StepClock, Timer
 from roll.datasets.batch import Batch
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import rollout_metrics, validation_metrics
 from roll.rollout.rollout_batch import batch_of_groups
-from roll.rollout.timers import StepClock, Timer
 from roll.rollout.types import Group
 
 Purpose = Literal["train", "val"]

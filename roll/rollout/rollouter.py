@@ -17,13 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from roll.base.errors import RunError
+from roll.base.timers import BusyTimer
 from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.ledger import EXPIRED
+from roll.rollout.ledger import EXPIRED, FinishedGroup
+from roll.rollout.recording import RolloutRecording
 from roll.rollout.rollout_worker import RolloutWorker
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import BusyTimer
 from roll.rollout.types import Group
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,12 @@ class Rollouter:
         options: RolloutOptions,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        recording: RolloutRecording | None = None,
     ) -> None:
         """Generates nothing before the first `advance`; groups are aged by `wall_clock`, which outlives a restart."""
+        self._recording = recording
         self.admission: Admission[Group] = Admission(settings)
+        self.admission.on_discard = self._discarded
         self._worker, self._clock, self._wall_clock = worker, clock, wall_clock
         self._options, self._waits = options, options.async_training
         self._submits_batches = options.deterministic or not options.runs_in_background
@@ -103,6 +107,8 @@ class Rollouter:
         if self._stopped:
             return None
         taken = self.admission.take()
+        if self._recording is not None:
+            self._recording.taken(taken, version + 1, {name: self._timers[name] for name in self._worker.work})
         groups = [finished.group for finished in taken]
         ages = [self._wall_clock() - finished.request.submitted_at_s for finished in taken]
         async with self._changed:
@@ -168,10 +174,11 @@ class Rollouter:
             self._changed.notify_all()
 
     def _record(self, group: Group) -> None:
+        group.finished_s = self._wall_clock()
         if group.drop_reason is not None:
             self._failed += 1
             self._last_failure = group.failure
-            self.admission.drop(group.number, group.drop_reason)
+            self._drop(group, group.drop_reason)
             return
         self._completed += 1
         filtered = self._worker.filter_reason(group)
@@ -183,7 +190,16 @@ class Rollouter:
         starved = self._starvation.count_filtered(reason, path)
         if starved is not None:
             raise RunError(starved)
-        self.admission.drop(group.number, reason)
+        self._drop(group, reason)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        request = self.admission.drop(group.number, reason)
+        if self._recording is not None:
+            self._recording.dropped(request, group, reason)
+
+    def _discarded(self, finished: FinishedGroup[Group], reason: str) -> None:
+        if self._recording is not None:
+            self._recording.dropped(finished.request, finished.group, reason)
 
     def _allowed_failures(self) -> float:
         """Failures allowed since the last batch; a rate above 0 always allows one."""
@@ -294,6 +310,7 @@ class Rollouter:
         try:
             self._worker.load_state_dict(state["worker"])
             self.admission = Admission.restore(self.admission.settings, state["policy"], Group.from_state)
+            self.admission.on_discard = self._discarded
         except ValueError as error:
             raise RunError(f"resume_from_checkpoint: {error}") from error
         unfinished = {group.number: group for group in map(Group.from_state, state["in_flight"])}

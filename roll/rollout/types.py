@@ -85,7 +85,7 @@ class GenerateResult:
 
     `finish_reason` is why it ended: a stop token, the length limit, or an abort (then it is not a sample).
     `sampling_mask` has, for each token, the ids it was sampled from, if the request asked for them. `value` is the
-    score of the prompt by an engine of role `reward`, which samples nothing.
+    score of the prompt by an engine of role `reward`, which samples nothing. `engine` is the number of the engine.
     """
 
     request_id: str
@@ -97,6 +97,7 @@ class GenerateResult:
     error: str | None = None
     sampling_mask: list[list[int]] = field(default_factory=list)
     value: float | None = None
+    engine: int | None = field(default=None, compare=False)
 
 
 class TrajectoryError(RuntimeError):
@@ -116,6 +117,7 @@ class SampledTurn:
         metrics: of this response, by the environment.
         cached: prompt tokens that the engine had in its prefix cache.
         reusable: prompt tokens that it could have had there: those of the turn before, if the same weights sampled it.
+        engine: number of the engine; None where it is not known.
     """
 
     observation: str
@@ -126,6 +128,7 @@ class SampledTurn:
     metrics: dict[str, float] = field(default_factory=dict)
     cached: int = 0
     reusable: int = 0
+    engine: int | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -212,8 +215,9 @@ class Trajectory:
             self.sampling_mask.extend([] for _ in range(start - len(self.sampling_mask)))
             self.sampling_mask.extend(result.sampling_mask)
         turn = SampledTurn(
-            observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable
-        )
+            observation, start, start + tokens, text, cached=result.cached_prompt_tokens, reusable=reusable,
+            engine=result.engine,
+        )  # fmt: skip
         self.turns.append(turn)
         return turn
 
@@ -255,6 +259,8 @@ class Group:
         ground_truth: of the prompt, for dumps; None for environments.
         version: of the weights when it was submitted; None: for validation. Not in checkpoints, where the request of
             its prompt has it.
+        generated_s: seconds since 1970 when the last response ended; None where that is not known. Not in checkpoints.
+        finished_s: when it was scored, or dropped. Not in checkpoints.
     """
 
     number: int
@@ -267,6 +273,8 @@ class Group:
     failure: str | None = None
     ground_truth: Any = None
     version: int | None = field(default=None, compare=False)
+    generated_s: float | None = field(default=None, compare=False)
+    finished_s: float | None = field(default=None, compare=False)
 
     def drop(self, reason: str, failure: str) -> None:
         self.trajectories, self.greedy, self.drop_reason, self.failure = [], None, reason, failure

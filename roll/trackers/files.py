@@ -134,7 +134,13 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = False, mode: int | None = None) -> Path:
+def write_whole(
+    path: Path,
+    write: Callable[[IO[Any]], object],
+    flush: bool = False,
+    mode: int | None = None,
+    binary: bool = False,
+) -> Path:
     """Replaces a file at once, so that no reader ever sees a part of it; creates its folder.
 
     Args:
@@ -142,6 +148,7 @@ def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = Fa
         write: writes the content.
         flush: also to the disk, so that it outlives the machine.
         mode: who may read and write it, such as 0o600; None is as for any new file.
+        binary: it writes bytes.
 
     Raises:
         RunError: it cannot be written; what was there before stays.
@@ -150,7 +157,7 @@ def write_whole(path: Path, write: Callable[[IO[str]], object], flush: bool = Fa
     with explain_write_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("w", encoding="utf-8") as file:
+            with aside.open("wb") if binary else aside.open("w", encoding="utf-8") as file:
                 if mode is not None:
                     os.fchmod(file.fileno(), mode)
                 write(file)
@@ -335,17 +342,3 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"run.json cannot hold {value!r} of type {type(value).__name__}")
-
-
-def dump_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}.jsonl"
-
-
-def dumped_steps(folder: Path) -> list[int]:
-    """The steps with a file in the folder, in order; none if there is no folder."""
-    numbers = (path.stem.removeprefix("step-") for path in folder.glob("step-*.jsonl"))
-    return sorted(int(number) for number in numbers if number.isdecimal())
-
-
-def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in dump_path(folder, step).read_text().splitlines()]

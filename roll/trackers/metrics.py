@@ -39,6 +39,7 @@ RUN = (
 
 TIME = (
     Metric("time/step", "s", "The whole step, including weight update, validation and checkpoint."),
+    Metric("time/unix", "s", "Time of day at which the line was written, in seconds since 1970."),
     Metric("time/wait_prev_gen", "s", "Waiting for the next batch; with async_generation_ratio 0 all of generation."),
     Metric("time/generate", "s", "Seconds with at least one generation request running, since the previous batch."),
     Metric("time/reward", "s", "Seconds with at least one response being scored, since the previous batch."),

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from roll.datasets.tokenizer import response_text
 from roll.envs import make_env
-from roll.trackers.files import read_samples
+from roll.trackers.sample_files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -25,7 +25,9 @@ from runs import (
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.options.policy_options import PolicySettings
-from roll.trackers.files import read_samples
+from roll.report.explain import explain
+from roll.report.read import read_run
+from roll.trackers.sample_files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -112,6 +114,28 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
         check_weights_of_versions(tmp_path / "samples")
     if ratio == 2:
         check_gradients(tmp_path / "samples")
+    check_recorded(tmp_path / "run")
+
+
+def check_recorded(folder: Path) -> None:
+    """Spans and groups are those of the metrics, and every step is explained by its own loss."""
+    run = read_run(folder)
+    assert list(run.remarks) == []
+    for line in run.steps:
+        trained = [span for span in run.spans if (span["who"], span["step"]) == ("trainer", line["step"])]
+        seconds = sum(span["end"] - span["start"] for span in trained if span["what"] == "train")
+        assert seconds == pytest.approx(line["time/train"], abs=0.01)
+        assert trained[-1]["end"] <= line["time/unix"] + 0.01
+        assert sum("consumed" in group for group in run.groups if group["step"] == line["step"]) == 4
+        assert explain(run, line["step"]).differences == {}
+    dropped = sum(value for name, value in run.steps[-1].items() if name.startswith("ledger/dropped_"))
+    assert sum("dropped" in group for group in run.groups) == dropped
+    taken = [group for group in run.groups if "consumed" in group]
+    assert len({group["number"] for group in taken}) == len(taken)
+    for group in taken:
+        assert group["submitted"] <= group["generated"] <= group["scored"] <= group["consumed"]
+        assert group["engines"] and len(group["lengths"]) == len(group["scores"])
+    assert {span["who"] for span in run.spans} >= {"trainer", "rollout", "engine 0"}
 
 
 def check_versions(folder: Path, steps: list[dict[str, Any]], policy: str) -> None:

@@ -11,7 +11,8 @@ import torch
 from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
 
 from roll.configs.trackers import METRICS_FILE
-from roll.trackers.files import read_metrics, read_samples
+from roll.trackers.files import read_metrics
+from roll.trackers.sample_files import read_samples
 from tests.integration.recorded_engines import generated_by
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

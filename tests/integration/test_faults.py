@@ -16,7 +16,7 @@ from test_async_run import check_invariants, check_weights_of_versions
 
 from roll.base.events import EVENTS_FILE
 from roll.distributed.leftovers import PREFIX, temporary_folder
-from roll.trackers.files import read_samples
+from roll.trackers.sample_files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

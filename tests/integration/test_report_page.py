@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from roll.report.command import report
 from roll.report.watch import WatchServer
 from roll.trackers.files import replace_summary
-from tests.report.runs import append, row, sample, write_run
+from tests.report.runs import append, group_line, row, sample, spans_of, write_run
 from tests.report.test_page import HOSTILE
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -49,13 +50,16 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         sample(number // 4, float(number % 2), number % 2 - 0.5, [number, 3], prompt_id=HOSTILE) for number in range(16)
     ]
-    events = [{"component": "x", "message": HOSTILE}]
+    groups = [group_line(step, step) for step in range(1, 61)]
+    groups += [group_line(99, 60, dropped=HOSTILE, failure=HOSTILE, name=HOSTILE)]
     write_run(
         folder,
         spoil=lambda row, _: row.update({f"reward/{HOSTILE}": 1.0}),
         config={"exp_name": HOSTILE},
         samples=rows,
-        events=events,
+        events=[{"component": "x", "message": HOSTILE, "time": 1030.0}],
+        spans=spans_of(60),
+        groups=groups,
     )
     return report([folder])
 
@@ -128,6 +132,22 @@ def test_buttons_change_language_tint_and_list_of_metrics(browser: Any, page_fil
     for _ in range(40):  # every control can be reached by Tab
         page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.tagName") != "BODY"
+
+
+def test_lanes_show_a_window_of_steps_and_can_be_saved(browser: Any, page_file: Path) -> None:
+    page = Opened(browser, page_file).page
+    rects = "document.querySelectorAll('.lanes rect:not(.mark)').length"
+    five = page.evaluate(rects)
+    page.click("[data-width='1']")
+    assert 0 < page.evaluate(rects) < five
+    page.click("[data-width='0']")
+    assert page.evaluate(rects) == 6 * 60 and page.evaluate("document.querySelectorAll('.mark').length") == 1
+    page.locator(".lanes rect").nth(100).hover(force=True)
+    assert page.inner_text("#tip").split()[0] in ("wait_prev_gen", "train", "weight_update", "reward", "generate")
+    with page.expect_download() as saved:
+        page.click(".save")
+    events = json.loads(Path(saved.value.path()).read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 6 * 60
 
 
 def test_several_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> None:

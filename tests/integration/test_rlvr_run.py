@@ -16,7 +16,7 @@ from runs import finish, inputs_in, lines, recipe, start, wait_for_line
 
 from roll.datasets.tokenizer import response_text
 from roll.lab.rehearse.model import add_score_head
-from roll.trackers.files import read_samples
+from roll.trackers.sample_files import read_samples
 from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
 

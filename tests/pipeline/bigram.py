@@ -90,7 +90,8 @@ class BigramCluster:
 
     async def train_step_with_log_probs(self, shards: list[Batch]) -> list[tuple[dict[str, float], Batch]]:
         with torch.no_grad():
-            scores = [Batch({"log_probs": self.outputs(shard.batch["input_ids"])}) for shard in shards]
+            outputs = [self.outputs(shard.batch["input_ids"]) for shard in shards]
+        scores = [Batch({"log_probs": each, "entropy": torch.zeros_like(each)}) for each in outputs]
         return list(zip(await self.train_step(shards), scores, strict=True))
 
     async def begin_checkpoint(self, folder: str) -> None:

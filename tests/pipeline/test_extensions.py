@@ -12,13 +12,13 @@ import torch
 import yaml
 
 from roll.base.errors import ConfigError, RunError
+from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.datasets.batch import Batch
 from roll.pipeline.extensions import BASES, Extensions, load_extensions
 from roll.pipeline.parts import BatchHook
 from roll.pipeline.run import TrainingLoop
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from roll.trackers import make_trackers
 from roll.trackers.files import read_metrics
 from roll.trackers.metrics import undocumented

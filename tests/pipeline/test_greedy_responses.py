@@ -12,6 +12,7 @@ import torch
 
 from roll.algorithms.advantages import GREEDY_KEYS, AdvantageSettings, compute_advantages, read_greedy
 from roll.base.errors import RunError
+from roll.base.timers import StepClock
 from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.run_options import RolloutOptions
@@ -24,7 +25,6 @@ from roll.rollout.filters import QueryFilter
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group, SamplingParams
 from tests.pipeline.kinds.test_rlvr_pipeline import PROMPTS, LengthScorer, SumScorer, two_rewards
 from tests.rollout.agents.agent_setup import Engines

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from roll.base.errors import RunError, RunInterrupted
+from roll.base.timers import StepClock
 from roll.configs.agentic import AgenticConfig
 from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.datasets.batch import Batch
@@ -23,7 +24,6 @@ from roll.pipeline.checkpoint import CheckpointManager
 from roll.pipeline.launch import run_with_restarts
 from roll.pipeline.run import TrainingLoop
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from roll.trackers.files import DiskFullError, JsonlTracker, read_metrics
 
 

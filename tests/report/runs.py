@@ -65,6 +65,8 @@ def write_run(
     status: str | None = "finished",
     samples: list[Row] | None = None,
     events: list[Row] | None = None,
+    spans: list[Row] | None = None,
+    groups: list[Row] | None = None,
 ) -> Path:
     """A run of so many steps; `spoil(row, part of the run)` changes its rows."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,8 +85,9 @@ def write_run(
         (folder / "samples").mkdir(exist_ok=True)
         lines = "".join(json.dumps(each) + "\n" for each in samples)
         (folder / "samples" / f"step-{steps:06d}.jsonl").write_text(lines)
-    if events is not None:
-        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    for name, lines_of in (("events", events), ("spans", spans), ("groups", groups)):
+        if lines_of is not None:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines_of))
     return folder
 
 
@@ -110,3 +113,24 @@ def append(folder: Path, *rows: Row) -> None:
     """Writes further lines of metrics, as the run does at the end of a step."""
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in rows)
+
+
+def spans_of(steps: int, engines: int = 2) -> list[Row]:
+    """A second a step: the trainer waits, trains and updates weights, and the engines generate all the time."""
+    made = []
+    for step in range(1, steps + 1):
+        at = 1000.0 + step
+        work = [("trainer", "wait_prev_gen", 0.0, 0.1), ("trainer", "train", 0.1, 0.8)]
+        work += [("trainer", "weight_update", 0.8, 1.0), ("rollout", "reward", 0.5, 0.6)]
+        work += [(f"engine {number}", "generate", 0.0, 0.8) for number in range(engines)]
+        made += [
+            {"who": who, "what": what, "step": step, "start": at + start, "end": at + end}
+            for who, what, start, end in work
+        ]
+    return made
+
+
+def group_line(number: int, step: int, **fields: Any) -> Row:
+    """A line of groups.jsonl: two samples of weights that are two versions old."""
+    known = {"number": number, "step": step, "version": step - 3, "tag": "math", "name": f"p{number}", "engines": [0]}
+    return {**known, "lengths": [4, 20], "scores": [1.0, 0.0], "consumed": 1000.0 + step, **fields}

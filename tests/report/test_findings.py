@@ -93,3 +93,25 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     write_run(tmp_path / "died", status=None)
     (tmp_path / "died" / "health.json").write_text('{"status": "running", "valid_until": 1}')
     assert keys(tmp_path / "died")[0] == "f_died"
+
+
+def tokens(engine: int, distance: float) -> Row:
+    ids = list(range(40))
+    return sample(engine, 1.0, 0.5, ids, engine=engine, train_log_probs=[-0.5 - distance] * 40, entropy=[0.5] * 40)
+
+
+def test_an_engine_whose_samples_are_apart_is_named(tmp_path: Path) -> None:
+    rows = [tokens(engine, 0.4 if engine == 2 else 0.01) for engine in range(4) for _ in range(4)]
+    found = find(read_run(write_run(tmp_path / "spoiled", samples=rows)))
+    assert [each.text.key for each in found][:1] == ["f_engine"] and "Engine 2 is 0.4" in found[0].text.in_language(0)
+    rows = [tokens(engine, 0.01) for engine in range(4) for _ in range(4)]
+    assert "f_engine" not in keys(write_run(tmp_path / "healthy", samples=rows))
+
+
+@pytest.mark.parametrize(
+    ("entropy", "truncation", "named"), [(0.9, "warn", True), (0.5, "warn", False), (0.9, "replay", False)]
+)
+def test_sampling_that_cuts_the_tail_is_named(tmp_path: Path, entropy: float, truncation: str, named: bool) -> None:
+    rows = [tokens(0, 0.01) | {"entropy": [entropy] * 40} for _ in range(4)]
+    sampling = {"actor_infer": {"generating_args": {"top_p": 0.8}}, "on_truncated_sampling": truncation}
+    assert ("f_truncated" in keys(write_run(tmp_path, samples=rows, config=sampling))) == named

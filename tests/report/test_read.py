@@ -58,17 +58,36 @@ known = st.sampled_from(
     ["step", "config", "summary", "status", "source", "given", "exp_name", "rollout_dump_dir", "val/score", "group"]
     + ["score", "prompt_ids", "response_ids", "advantages", "episode", "turns", "weight_version", "ledger/submitted"]
     + ["time/step", "actor/grad_norm", "throughput/trainer_idle", "message", "ledger/dropped_x", "staleness/token_max"]
+    + [
+        "who",
+        "what",
+        "start",
+        "end",
+        "number",
+        "version",
+        "lengths",
+        "scores",
+        "engines",
+        "dropped",
+        "failure",
+        "parts",
+    ]
+    + ["engine", "entropy", "train_log_probs", "behavior_log_probs", "time"]
 )
 objects = st.dictionaries(known, json_values, max_size=6).map(json.dumps)
 contents = st.binary(max_size=200) | st.lists(objects, max_size=12).map(lambda lines: "\n".join(lines).encode())
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(metrics=contents, record=contents, events=contents, dump=contents)
-def test_any_files_have_a_page(tmp_path: Path, metrics: bytes, record: bytes, events: bytes, dump: bytes) -> None:
+@given(metrics=contents, record=contents, events=contents, history=contents, dump=contents)
+def test_any_files_have_a_page(
+    tmp_path: Path, metrics: bytes, record: bytes, events: bytes, history: bytes, dump: bytes
+) -> None:
     write_run(tmp_path, steps=2, samples=[sample(0, 1.0, 1.0, [1])])
     (tmp_path / "metrics.jsonl").write_bytes(metrics)
     (tmp_path / "events.jsonl").write_bytes(events)
+    for name in ("spans", "groups"):
+        (tmp_path / f"{name}.jsonl").write_bytes(history)
     (tmp_path / "samples" / "step-000002.jsonl").write_bytes(dump)
     assert make_page([read_run(tmp_path)]).endswith("</html>")
     (tmp_path / "run.json").write_bytes(record)

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.estimators.turn_returns import RewardNormalization
 from roll.algorithms.turns import check_turns, read_turns
-from roll.rollout.rollout_batch import NO_TURN, batch_of_groups, dump_samples
+from roll.rollout.rollout_batch import NO_TURN, batch_of_groups
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
-from roll.trackers.files import read_samples
 
 
 def trajectory(turns: list[tuple[str, int, float]], ids: count) -> Trajectory:
@@ -208,18 +207,6 @@ def test_advantages_do_not_depend_on_sample_by_and_padding(name, grouping):
     assert grouping == "traj_id" or bool(first.any())
     for other in advantages.values():
         torch.testing.assert_close(other, first)
-
-
-def test_a_dumped_sample_names_its_prompt_and_its_ground_truth(tmp_path):
-    response = GenerateResult("r", [7], [-0.1], [0], "stop")
-    prompt = Group(4, "math", 31, "train:31", [Trajectory.of_response([1], response, "x")], ground_truth="19")
-    lake = Group(5, "Lake", 77, "Lake-5", [Trajectory.of_response([1], response, "x")])
-    dump_samples(batch_of_groups([prompt], multiple=2), tmp_path, 1)
-    dump_samples(batch_of_groups([lake], episodes=True), tmp_path, 2)
-    (row,) = read_samples(tmp_path, 1)
-    assert (row["id"], row["prompt_id"], row["ground_truth"]) == ("train:31", "train:31", "19")
-    (row,) = read_samples(tmp_path, 2)
-    assert (row["id"], row["prompt_id"], row["ground_truth"]) == ("Lake-5-0", "Lake/77", None)
 
 
 def test_a_group_of_a_checkpoint_keeps_its_ground_truth():

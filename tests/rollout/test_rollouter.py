@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.base.errors import RunError
+from roll.base.timers import Timer
 from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import AdmissionSettings
@@ -19,7 +20,6 @@ from roll.rollout.ledger import PromptRequest
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateResult, Group, Trajectory
 from tests.usercode.fake_processes import JumpingLoop
 

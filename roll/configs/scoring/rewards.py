@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from roll.base.errors import Finding, error, missing, warning
 from roll.base.schema import Condition, ConfigSource, option
@@ -144,6 +144,11 @@ class RewardConfig(CodeOptions, JudgeOptions, ModelScoreOptions):
         1.0,
         "Factor of this score; the score of a sample is the sum over all rewards that name its tag.",
         usual=(-1e4, 1e4),
+    )
+    options: dict[str, Any] = option(
+        factory=dict,
+        help="Options of a function of your own, which reads them as `config.options`.",
+        only_for=OWN_FUNCTION,
     )
     world_size: int = option(1, "Worker processes of this reward.", ge=1, only_for=FUNCTION_CALLED)
     process_memory_limit_mb: int = option(

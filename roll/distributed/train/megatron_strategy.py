@@ -232,14 +232,16 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         optimizer_steps: taken so far.
     """
 
-    def train_step(self, data: Batch, kept: list[torch.Tensor] | None = None) -> dict[str, float]:
+    def train_step(
+        self, data: Batch, kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
+    ) -> dict[str, float]:
         """Optimizer steps over this rank's shard.
 
         Args:
             data: samples of this data-parallel rank; `meta_info["optimizer_steps"]` is a list of `OptimizerStep`,
                 `meta_info["loss"]` names the loss in `roll.algorithms.losses`, `meta_info["loss_config"]` is the
                 loss's last argument, and `meta_info["temperature"]` divides the logits (1 where absent).
-            kept: gets the log-probs of each micro-batch, in their order.
+            kept: gets the log-probs of each micro-batch, in their order, and the entropy where there is one.
 
         Returns:
             Metrics reduced over micro-batches, ranks and optimizer steps, the same on every rank: `loss`,
@@ -262,7 +264,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
                 log_probs: torch.Tensor, entropy: torch.Tensor | None, fields: TensorDict, scale: LossScale = scale
             ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 if kept is not None:
-                    kept.append(log_probs.detach())
+                    kept.append((log_probs.detach(), None if entropy is None else entropy.detach()))
                 return function(log_probs, entropy, fields, scale, config)
 
             results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))
@@ -270,17 +272,20 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         return over_optimizer_steps(results)
 
     def train_step_with_log_probs(self, data: Batch) -> tuple[dict[str, float], Batch]:
-        """`train_step` with one optimizer step, and `log_probs` [b, T] of its forward passes, from before the update.
+        """`train_step` with one optimizer step, and what its forward passes gave, before the update.
 
-        Log-probs are 0 where no token is scored, and on all but the last pipeline stage.
+        These are `log_probs` and `entropy` [b, T]: 0 where no token is scored, and on all but the last pipeline stage.
         """
-        kept: list[torch.Tensor] = []
+        kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         metrics = self.train_step(data, kept)
-        log_probs = torch.zeros(data.batch["input_ids"].shape, dtype=torch.float32)
+        log_probs, entropies = (torch.zeros(data.batch["input_ids"].shape, dtype=torch.float32) for _ in range(2))
         (step,) = data.meta_info["optimizer_steps"]
-        for indices, part in zip(step["micro_batches"], kept, strict=False):
-            log_probs[torch.as_tensor(list(indices)), : part.shape[1]] = part.float().cpu()
-        return metrics, Batch({"log_probs": log_probs})
+        for indices, (part, entropy) in zip(step["micro_batches"], kept, strict=False):
+            rows = torch.as_tensor(list(indices))
+            log_probs[rows, : part.shape[1]] = part.float().cpu()
+            if entropy is not None:
+                entropies[rows, : entropy.shape[1]] = entropy.float().cpu()
+        return metrics, Batch({"log_probs": log_probs, "entropy": entropies})
 
     def optimizer_step(
         self, data: Batch, micro_batches: list[list[int]], loss: LossFunction, entropy_gradient: bool = False

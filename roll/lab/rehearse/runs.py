@@ -15,7 +15,8 @@ from roll.configs.user_code import is_users_file
 from roll.pipeline.checkpoint import FOLDER, CheckpointManager
 from roll.tools.ablate.process import read_run_json
 from roll.tools.processes import CONSOLE_LOG, run_process, tail
-from roll.trackers.files import dumped_steps, read_metrics, read_samples
+from roll.trackers.files import read_metrics
+from roll.trackers.sample_files import dumped_steps, read_samples
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
 """Environment variables with which no tracker and no library needs a network."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from roll.base.timers import BusyTimer
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.engine_pool import Balancer
 from roll.rollout.request_order import RequestOrder
-from roll.rollout.timers import BusyTimer
 
 ROUNDING = 1e-9
 """Fraction of a token by which a request counts as finished early, to absorb rounding errors of float sums."""

@@ -11,6 +11,7 @@ import torch
 from roll.algorithms.losses import pair_kl
 from roll.algorithms.options.preference_options import DPOOptions
 from roll.base.schema import part
+from roll.base.timers import StepClock
 from roll.configs.pipeline import DPOConfig
 from roll.configs.roles import ReferenceConfig
 from roll.configs.run_options import TrainerOptions
@@ -21,7 +22,6 @@ from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.kinds.preference import PairLearner, PreferencePipeline
 from roll.pipeline.learning.shards import cluster_log_probs
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster

@@ -32,11 +32,13 @@ from roll.plan.memory import model_shapes
 from roll.plan.plan import make_plan
 from roll.platforms import get_platform
 from roll.rollout.engine_pool import EnginePool, Engines
+from roll.rollout.recording import RolloutRecording
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.rollouter import Rollouter, admission_settings
 from roll.rollout.source import SampleSource
 from roll.rollout.types import SamplingParams, sampling_params
 from roll.trackers import TrackerGroup
+from roll.trackers.recording import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -173,4 +175,5 @@ def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engine
     restarted = not config.takes_turns(get_platform(config.platform).name)
     pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
     cls = load_extensions(config).rollouter or Rollouter
-    return cls(make_worker(pool), admission_settings(config, config.max_steps), config)
+    recording = RolloutRecording(Recording(config.output_dir), pool)
+    return cls(make_worker(pool), admission_settings(config, config.max_steps), config, recording=recording)

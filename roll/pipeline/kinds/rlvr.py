@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 from roll.base.errors import RunError
 from roll.base.events import EventLog
+from roll.base.timers import Timer
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.scoring.rewards import domain_of, truths_read
 from roll.datasets.batch import Batch
@@ -27,7 +29,6 @@ from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
 from roll.rollout.metrics import reported_metrics
 from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
-from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class RLVRWorker(RolloutWorker):
         requests = [self._requests(group, prompt, purpose) for group, prompt in zip(groups, prompts, strict=True)]
         with timer.measure("generate"):
             results = await self._engines.generate(requests)
+        for group in groups:
+            group.generated_s = time.time()
         with timer.measure("reward"):
             scorable: list[tuple[Group, EncodedPrompt]] = []
             for group, prompt, responses in zip(groups, prompts, results, strict=True):

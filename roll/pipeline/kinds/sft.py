@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from roll.base.errors import RunError
+from roll.base.timers import StepClock
 from roll.configs.arguments import DataArguments
 from roll.configs.pipeline import PreferenceConfig, SFTConfig, role_seed
 from roll.configs.roles import TrainedRoleConfig
@@ -30,7 +31,6 @@ from roll.pipeline.session import Session
 from roll.plan.memory import model_shapes
 from roll.plan.plan import make_plan
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from roll.trackers import TrackerGroup
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.performance import PEAK_TFLOPS
 
 if TYPE_CHECKING:
+    from roll.base.timers import StepClock
     from roll.distributed.cluster import Cluster
     from roll.rollout.source import SampleBatch
-    from roll.rollout.timers import StepClock
 
 ROLE, CRITIC = "actor_train", "critic"
 

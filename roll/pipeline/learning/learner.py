@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,12 +41,14 @@ from roll.algorithms.losses import ValueLossConfig
 from roll.algorithms.options.policy_options import PolicySettings, traits_of
 from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turns import TURN_KEYS, read_turns
+from roll.base.timers import StepClock
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
 from roll.configs.pipeline import LearnerOptions, role_seed
 from roll.datasets.batch import Batch
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.actor_learner import ActorLearner
+from roll.pipeline.learning.dump import dump_samples
 from roll.pipeline.learning.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
 from roll.pipeline.learning.shards import (
     LOG_PROB_KEYS,
@@ -56,9 +58,8 @@ from roll.pipeline.learning.shards import (
     training_plans,
     training_shards,
 )
-from roll.rollout.rollout_batch import TAG, dump_samples
+from roll.rollout.rollout_batch import TAG
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -105,6 +106,8 @@ class RLLearner(ActorLearner):
         self._written: Batch | None = None
         """The samples of this step with what is known of them, for `rollout_dump_dir`."""
         self._dumping: Awaitable[None] | None = None
+        self._first_gives_old = False
+        """Whether the first optimizer step of this batch gives old log-probs."""
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
         self._steps_without_gradient = 0
@@ -121,6 +124,7 @@ class RLLearner(ActorLearner):
         data = batch.data
         warming = self._critic is not None and step <= self._config.critic_warmup
         given = range(0) if warming else self._given_by_training(data)
+        self._first_gives_old = bool(given)
         log_probs, values = await self._with_critic(
             self._log_probs(data, given, clock), lambda critic: self._values(data, critic, clock)
         )
@@ -133,7 +137,8 @@ class RLLearner(ActorLearner):
             chosen = self._chosen_tokens(old, credited["advantages"], mask, step)
         metrics |= apart | shaped
         self._warn_of_equal_scores(metrics, batch.metrics)
-        ready = data.adding(log_probs | values | corrected | credited | chosen)
+        marked = {} if learned is None else {"learned": mask}
+        ready = data.adding(log_probs | values | corrected | credited | chosen | marked)
         self._written = ready.without("old_log_probs") if given else ready
         try:
             trained, critic_trained = await self._with_critic(
@@ -176,13 +181,21 @@ class RLLearner(ActorLearner):
 
     def _dump(self, step: int) -> Awaitable[None]:
         """Writes the samples on a thread, while the weights are sent."""
-        folder, keep, data = self._config.rollout_dump_dir, self._config.rollout_dump_steps, self._written
+        config, data = self._config, self._written
+        about = {"policy": asdict(self._loss_config), "length": config.max_sequence_length}
+        about |= {"passes": config.ppo_epochs, "first_gives_old": self._first_gives_old}
 
         def write() -> None:
-            if folder is not None and keep != 0 and data is not None:
-                dump_samples(data, Path(folder), step, keep)
+            if self._keeps_samples and data is not None:
+                size = config.actor_train.samples_per_optimizer_step
+                keep, every = config.rollout_dump_steps, config.rollout_dump_every
+                dump_samples(data, Path(str(config.rollout_dump_dir)), step, keep, every, size, about)
 
         return asyncio.ensure_future(asyncio.to_thread(write))
+
+    @property
+    def _keeps_samples(self) -> bool:
+        return self._config.rollout_dump_dir is not None and self._config.rollout_dump_steps != 0
 
     async def finish_step(self) -> dict[str, float]:
         """Waits until the samples are written; returns `memory/...`."""
@@ -323,44 +336,63 @@ class RLLearner(ActorLearner):
         """
         steps: list[dict[str, float]] = []
         metrics: dict[str, float] = {}
+        seen = {name: torch.zeros(mask.shape) for name in ("log_probs", "entropy")}
         with clock.measure("train"):
             data = self._training_data(ready, mask)
-            plans = training_plans(data, self._config.actor_train, self._actor.platform) * self._config.ppo_epochs
+            once = training_plans(data, self._config.actor_train, self._actor.platform)
+            plans = once * self._config.ppo_epochs
             if given:
-                first, old = await self._first_optimizer_step(data, plans.pop(0), given)
+                first, old = await self._first_optimizer_step(data, plans[0], given, seen)
+                steps.append(first)
                 self._written = ready = ready.adding({"old_log_probs": old})
                 check_finite(mask, {"old_log_probs": old})
                 corrected, metrics = self._correction(ready.adding({"response_mask": mask}), old, mask)
                 self._written = ready = ready.adding(corrected)
                 data = self._training_data(ready, mask)
-                steps.append(first)
-            if plans:
-                steps += await self._optimizer_steps(data, plans)
+            steps += await self._optimizer_steps(data, plans[len(steps) :], len(once) - len(steps), seen)
+        if self._keeps_samples:
+            self._written = ready.adding({"train_log_probs": seen["log_probs"], "entropy": seen["entropy"]})
         means = {metric_name(name): reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
         return means | metrics
 
     async def _first_optimizer_step(
-        self, data: Batch, plan: OptimizerStepPlan, given: range
+        self, data: Batch, plan: OptimizerStepPlan, given: range, seen: Mapping[str, Tensor]
     ) -> tuple[dict[str, float], Tensor]:
         """Metrics of the optimizer step that gives old log-probs of samples, and those of the whole batch [B, T]."""
         options = self._loss_options(replace(self._loss_config, first_step=True))
         shards = training_shards(data.without("old_log_probs"), plan, options)
-        answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
-        log_probs = Batch.join([each for _, each in answers], plan.inverse).batch["log_probs"]
+        metrics = await self._update_and_see(shards, plan, seen)
         old, rows = data.batch["old_log_probs"].clone(), list(given)
-        old[rows] = log_probs * data.batch["response_mask"][rows]
-        return answers[0][0], old
+        old[rows] = seen["log_probs"][rows] * data.batch["response_mask"][rows]
+        return metrics, old
 
-    async def _optimizer_steps(self, data: Batch, plans: list[OptimizerStepPlan]) -> list[dict[str, float]]:
+    async def _optimizer_steps(
+        self, data: Batch, plans: list[OptimizerStepPlan], first: int, seen: Mapping[str, Tensor]
+    ) -> list[dict[str, float]]:
+        """Metrics of each; `seen` gets what the `first` of them saw, which are those of the first pass."""
         counted = data.batch["correction_kept"] if self._config.correction.renormalize else None
         options, steps = self._loss_options(self._loss_config), []
-        for plan in plans:
+        for number, plan in enumerate(plans):
             shards = training_shards(data, plan, options, counted)
-            steps.append(finalize((await self._actor.call_shards(TrainWorker.train_step, shards))[0]))
+            if number < first and self._keeps_samples:
+                metrics = await self._update_and_see(shards, plan, seen)
+            else:
+                metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
+            steps.append(finalize(metrics))
             if not self._updated:
                 check_first_update(steps[-1], self._loss_config, self._config)
                 self._updated = True
         return steps
+
+    async def _update_and_see(
+        self, shards: list[Batch], plan: OptimizerStepPlan, seen: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """Metrics of an optimizer step; `seen` [B, T] gets what its forward passes gave for its samples."""
+        answers = await self._actor.call_shards(TrainWorker.train_step_with_log_probs, shards)
+        for indices, (_, given) in zip(plan.indices, answers, strict=True):
+            for name, values in seen.items():
+                values[list(indices)] = given.batch[name]
+        return answers[0][0]
 
     async def _train_critic(
         self, ready: Batch, mask: Tensor, critic: Cluster[TrainWorker], clock: StepClock
@@ -376,14 +408,14 @@ class RLLearner(ActorLearner):
         return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
 
     def _training_data(self, ready: Batch, mask: Tensor) -> Batch:
-        """What ranks need: all but tensors of turns, greedy responses and rewards, which only advantages use."""
-        unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED}
+        """What ranks need: tensors but those of turns, greedy responses and rewards, which only advantages use."""
+        unused = {*TURN_KEYS, *GREEDY_KEYS, REWARD_PARTS, SUM_PI_SQUARED, "learned"}
         if self._loss_config.reads_turns:
             unused -= {"turn_index"}
         own = {"response_mask": mask}
         if "correction_kept" in ready:  # the correction counts all tokens, the loss only those of `mask`
             own["correction_kept"] = ready.batch["correction_kept"] & mask
-        return ready.without(*unused).adding(own)
+        return Batch({name: each for name, each in ready.tensors().items() if name not in unused} | own)
 
     def _loss_options(self, config: PolicySettings) -> dict[str, Any]:
         return {"temperature": self._temperature, "loss": "policy", "loss_config": config}

@@ -53,11 +53,12 @@ function live(page) {
     const again = focus.step ? `[data-step="${focus.step}"]` : focus.tint ? `[data-tint="${focus.tint}"]` : null;
     if (again) box.querySelector(again)?.focus();
   };
-  const apply = ({rewinds, since, series, version, parts, kept}) => {
+  const apply = ({rewinds, since, series, version, parts, kept, lanes, histograms}) => {
     if (rewinds !== at.rewinds) page.samples[0] = [];
     if (rewinds !== at.rewinds || series.step.length) extend(series.step, series.data, since);
     else if (!parts) return;
     for (const [name, html] of Object.entries(parts || {})) replace(name, html, kept);
+    if (lanes) Object.assign(page, {lanes: [lanes], histograms: [histograms]});
     Object.assign(at, {rewinds, version: version ?? at.version});
     redraws.forEach(draw => draw());
     when.textContent = new Date().toLocaleTimeString();

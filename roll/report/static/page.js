@@ -114,7 +114,7 @@ function allMetrics(page) {
 const tints = {
   a: v => v === 0 ? '' : mix(v > 0 ? 'good' : 'bad', 12 + Math.abs(v) * 18),
   lr: v => Math.abs(v) < 5e-4 ? '' : mix(v > 0 ? 'r1' : 'r2', 10 + Math.abs(v) * 120),
-  lp: v => mix('warn', Math.min(60, -v * 16)),
+  h: v => mix('warn', Math.min(60, v * 24)),
   v: (v, row) => { const kinds = [...new Set(row.v)]; return kinds.length < 2 ? '' : mix('r' + (kinds.indexOf(v) % 8 + 1), 40); },
 };
 const mix = (name, percent) => `color-mix(in srgb, var(--${name}) ${Math.min(60, percent).toFixed(0)}%, transparent)`;
@@ -126,7 +126,7 @@ function tokens(row, tint) {
     const span = element('span', '', text.replace(/\n/g, '↵\n'));
     const value = row[tint][i];
     if (value != null) span.style.background = tints[tint](value, row);
-    span.dataset.tip = [['log p', row.lp[i]], ['p', row.lp[i] == null ? null : Math.exp(row.lp[i])], ['log ratio', row.lr[i]], ['advantage', row.a[i]], ['version', row.v[i]]]
+    span.dataset.tip = [['log p', row.lp[i]], ['p', row.lp[i] == null ? null : Math.exp(row.lp[i])], ['log ratio', row.lr[i]], ['entropy', row.h[i]], ['advantage', row.a[i]], ['version', row.v[i]]]
       .filter(([, v]) => v != null).map(([name, v]) => name + '  ' + (Number.isInteger(v) ? v : v.toPrecision(3))).join('\n');
     box.append(span);
   });
@@ -158,7 +158,10 @@ function groups(part, page, step, tint) {
     for (const row of group.rows) {
       const mean = row.a.length && row.a[0] != null ? row.a.reduce((a, b) => a + b, 0) / row.a.length : null;
       const line = element('div', 'resp'), value = element('span', mean > 0 ? 'pos' : mean < 0 ? 'neg' : '', mean == null ? '' : (mean > 0 ? '+' : '') + mean.toFixed(2));
-      line.append(element('span', 'n', row.n + ' ×'), element('span', '', format(row.score)), value, row.turns.length ? turns(row) : tokens(row, tint));
+      const said = element('div');
+      said.append(row.turns.length ? turns(row) : tokens(row, tint));
+      if (row.of) said.append(element('div', 'of', row.of));
+      line.append(element('span', 'n', row.n + ' ×'), element('span', '', format(row.score)), value, said);
       made.append(line);
     }
     box.append(made);
@@ -194,6 +197,7 @@ function chips() {
   buttons.forEach(button => button.onclick = () => {
     buttons.forEach(each => each.setAttribute('aria-pressed', each === button));
     document.querySelectorAll('.of-run').forEach(part => { part.hidden = part.dataset.run !== button.dataset.run; });
+    dispatchEvent(new Event('resize'));
   });
 }
 
@@ -210,10 +214,109 @@ function tips() {
   });
 }
 
+const colours = {wait_prev_gen: 'wait', old_log_probs: 'log_probs', values: 'log_probs', train_critic: 'train', weight_update: 'update', checkpoint_wait: 'checkpoint', reward: 'r4', env: 'r7'};
+const fill = what => `var(--${colours[what] || (css('--' + what) ? what : 'other')})`;
+const shape = (parent, tag, values, tip) => {
+  const made = document.createElementNS('http://www.w3.org/2000/svg', tag);
+  for (const [name, value] of Object.entries(values)) made.setAttribute(name, value);
+  if (tip) made.dataset.tip = tip;
+  return parent.appendChild(made);
+};
+
+function lanes(page) {
+  document.querySelectorAll('.lanes').forEach(box => {
+    const number = box.closest('.of-run').dataset.run, range = box.querySelector('input'), widths = [...box.querySelectorAll('[data-width]')];
+    const state = {first: null, width: 5};  // null: the newest steps
+    const draw = () => {
+      const found = page.lanes[number];
+      box.hidden = !found.lanes;
+      box.previousElementSibling.hidden = !box.hidden;
+      if (box.hidden) return;
+      const steps = found.steps, count = state.width || Math.max(1, steps.length), most = Math.max(0, steps.length - count);
+      const first = Math.min(state.first ?? most, most), until = Math.min(steps.length, first + count) - 1;
+      Object.assign(range, {max: most, value: first});
+      widths.forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.width) === state.width));
+      const from = first ? steps[first - 1][1] : 0, to = steps.length ? steps[until][1] : found.lanes.reduce((a, lane) => lane.spans.reduce((b, s) => Math.max(b, s[1] + s[2]), a), 0);
+      const drawn = box.querySelector('.drawn'), wide = Math.max(280, drawn.clientWidth), left = 72, scale = (wide - left - 8) / Math.max(1, to - from);
+      const x = ms => left + (Math.max(from, Math.min(to, ms)) - from) * scale, foot = 24 * found.lanes.length;
+      drawn.replaceChildren();
+      const svg = shape(drawn, 'svg', {width: wide, height: foot + 24, role: 'img'});
+      steps.slice(first, until + 1).forEach(([step, end], i, all) => {
+        const start = i ? all[i - 1][1] : from;
+        shape(svg, 'line', {x1: x(end), x2: x(end), y1: 0, y2: foot, class: 'rule'});
+        if (x(end) - x(start) > 28) shape(svg, 'text', {x: (x(start) + x(end)) / 2, y: foot + 16, 'text-anchor': 'middle'}).textContent = step;
+      });
+      found.lanes.forEach((lane, row) => {
+        shape(svg, 'text', {x: 0, y: 24 * row + 16}).textContent = lane.who;
+        for (const [kind, start, length, step] of lane.spans) {
+          if (start + length < from || start > to) continue;
+          shape(svg, 'rect', {x: x(start), y: 24 * row + 4, width: Math.max(1, x(start + length) - x(start)), height: 16, rx: 2, style: 'fill:' + fill(found.what[kind])}, `${found.what[kind]}  ${(length / 1000).toPrecision(3)} s\nstep ${step}`);
+        }
+      });
+      for (const [at, text] of found.marks) if (at >= from && at <= to) shape(svg, 'rect', {x: x(at), y: 0, width: 3, height: foot, class: 'mark'}, text);
+      const items = found.what.map(what => { const item = element('li'), dot = element('i'); dot.style.background = fill(what); item.append(dot, element('span', '', what)); return item; });
+      box.querySelector('.legend').replaceChildren(...items);
+    };
+    widths.forEach(button => button.onclick = () => { state.width = Number(button.dataset.width); draw(); });
+    range.oninput = () => { state.first = range.value === range.max ? null : Number(range.value); draw(); };
+    box.querySelector('.save').onclick = () => save(page.lanes[number]);
+    redraws.add(draw);
+    draw();
+  });
+}
+
+// The same spans as trace events, which ui.perfetto.dev opens.
+function save(found) {
+  const events = found.lanes.flatMap((lane, tid) => [{ph: 'M', name: 'thread_name', pid: 1, tid, args: {name: lane.who}}, ...lane.spans.map(([kind, start, length, step]) => ({ph: 'X', name: found.what[kind], pid: 1, tid, ts: 1000 * start, dur: 1000 * length, args: {step}}))]);
+  const link = element('a');
+  link.href = URL.createObjectURL(new Blob([JSON.stringify({traceEvents: events})], {type: 'application/json'}));
+  link.download = 'trace.json';
+  link.click();
+}
+
+function histograms(page) {
+  document.querySelectorAll('[data-hist]').forEach(grid => {
+    const draw = () => {
+      grid.replaceChildren();
+      for (const each of page.histograms[grid.closest('.of-run').dataset.run]) if (each.section === grid.dataset.hist) {
+        const card = element('div', 'card'), head = element('h3');
+        head.innerHTML = each.title;
+        card.append(head);
+        grid.append(card);
+        (each.bars ? bars : columns)(card, each);
+      }
+    };
+    draw();
+    redraws.add(draw);
+  });
+}
+
+function columns(card, {x, y, v}) {
+  const wide = Math.max(240, card.clientWidth - 24), left = 56, high = 14, dx = (wide - left) / x.length;
+  const svg = shape(card, 'svg', {width: wide, height: high * y.length + 24, role: 'img'});
+  y.forEach((name, row) => { shape(svg, 'text', {x: left - 6, y: high * (y.length - row) - 3, 'text-anchor': 'end'}).textContent = name; });
+  v.forEach((shares, column) => shares.forEach((share, row) => {
+    if (share) shape(svg, 'rect', {x: left + dx * column, y: high * (y.length - 1 - row), width: Math.max(1, dx - (dx > 4)), height: high - 1, style: `fill:var(--r1);opacity:${(.15 + .85 * share).toFixed(2)}`}, `step ${x[column]}: ${y[row]}\n${(100 * share).toFixed(1)} %`);
+  }));
+  [0, x.length - 1].forEach(column => shape(svg, 'text', {x: column ? wide : left, y: high * y.length + 16, 'text-anchor': column ? 'end' : 'start'}).textContent = x[column]);
+}
+
+function bars(card, {bars}) {
+  const wide = Math.max(240, card.clientWidth - 24), left = 72, high = 18, values = bars.map(bar => bar[1]), least = Math.min(0, ...values), most = Math.max(0, ...values), x = v => left + (wide - left - 56) * (v - least) / ((most - least) || 1);
+  const svg = shape(card, 'svg', {width: wide, height: high * bars.length + 8, role: 'img'});
+  bars.forEach(([name, score, count], row) => {
+    shape(svg, 'text', {x: left - 6, y: high * row + 13, 'text-anchor': 'end'}).textContent = name;
+    shape(svg, 'rect', {x: Math.min(x(0), x(score)), y: high * row + 3, width: Math.max(1, Math.abs(x(score) - x(0))), height: 12, style: 'fill:var(--r1)'}, `${name}: ${format(score)}\n${count} samples`);
+    shape(svg, 'text', {x: Math.max(x(0), x(score)) + 6, y: high * row + 13}).textContent = format(score);
+  });
+}
+
 read().then(page => {
   if (page.live) live(page);
   for (const c of page.charts) chart(document.querySelector(`[data-charts=${c.section}]`), page, c.title, c.metrics, c.share);
   allMetrics(page);
+  lanes(page);
+  histograms(page);
   samples(page);
   chips();
   tips();

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from roll.base.timers import Timer
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
@@ -16,7 +17,6 @@ from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import environment_metrics
 from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
-from roll.rollout.timers import Timer
 from roll.rollout.types import Group, SamplingParams
 from roll.usercode.env_pool import EnvPool
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
+from roll.base.timers import Timer
 from roll.datasets.templates import ConversationEncoder
 from roll.rollout.agents.episode import Episode, EpisodeFailed, Task
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import TIMED_OUT, Purpose
-from roll.rollout.timers import Timer
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams
 from roll.usercode.env_pool import EnvFailure, EnvPool
 

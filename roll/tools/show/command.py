@@ -18,7 +18,7 @@ from roll.tools.show.layout import LEGEND, step_view
 from roll.tools.show.samples import SampleGroup, choose_step, find_dump, read_groups
 from roll.tools.show.tokens import Pieces, model_pieces, token_numbers
 from roll.tools.terminal import integer, option_error
-from roll.trackers.files import dumped_steps
+from roll.trackers.sample_files import dumped_steps
 
 DEFAULT_LIMIT = 16
 """Samples shown without --limit and --group; a step may have thousands."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from roll.base.errors import ConfigError
 from roll.tools.terminal import option_error
-from roll.trackers.files import RUN_FILE, read_samples
+from roll.trackers.files import RUN_FILE
+from roll.trackers.sample_files import read_samples
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ def token_weights(row: Mapping[str, Any]) -> list[float]:
     The gradient of the logits of a token with log-prob l and coefficient A has a norm of |A| (1 - e^l) within sqrt(2).
     """
     advantages = row.get("advantages") or []
-    log_probs = row.get("old_log_probs") or row.get("behavior_log_probs") or [-math.inf] * len(advantages)
+    names = ("train_log_probs", "old_log_probs", "behavior_log_probs")
+    log_probs = next(filter(None, map(row.get, names)), [-math.inf] * len(advantages))
     return [abs(a) * (1 - math.exp(min(0.0, log_prob))) for a, log_prob in zip(advantages, log_probs, strict=False)]
 
 

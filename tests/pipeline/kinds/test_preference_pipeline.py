@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.base.timers import StepClock
 from roll.configs.arguments import TrainingArguments
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import DPOConfig, RewardModelConfig
@@ -20,7 +21,6 @@ from roll.pipeline.kinds.dpo import DPOPipeline
 from roll.pipeline.kinds.preference import pair_plans
 from roll.pipeline.kinds.reward_model import RewardModelPipeline
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from tests.pipeline.bigram import BigramCluster, BigramCritic
 
 

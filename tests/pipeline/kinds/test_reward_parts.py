@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from roll.algorithms.advantages import REWARD_PARTS, AdvantageSettings, compute_advantages
+from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.templates import EncodedPrompt
 from roll.pipeline.kinds.rlvr import RLVRWorker
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, Trajectory
 from tests.pipeline.kinds.test_rlvr_pipeline import PROMPTS, SAMPLING, SumScorer, two_rewards
 from tests.rollout.agents.agent_setup import Engines, one_of

@@ -14,6 +14,7 @@ import pytest
 from roll.algorithms.turns import read_turns
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
+from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig, RewardConfig
@@ -24,7 +25,6 @@ from roll.pipeline.kinds.scorer import Scorer
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.timers import StepClock
 from roll.rollout.types import Group, SamplingParams
 from tests.rollout.agents.agent_setup import Engines, decode, one_of
 

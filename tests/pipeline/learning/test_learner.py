@@ -19,14 +19,14 @@ from roll.algorithms.options.policy_options import RatioOptions
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.turns import TURN_KEYS
 from roll.base.errors import RunError
+from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.batch import Batch
 from roll.pipeline.learning.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.learning.shards import training_plans
 from roll.rollout.rollout_batch import TAG
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
-from roll.trackers.files import dumped_steps, read_samples
+from roll.trackers.sample_files import dumped_steps, read_samples
 from tests.configs.samples import RLVR, rlvr
 from tests.pipeline.bigram import BigramCluster
 
@@ -451,14 +451,14 @@ def test_a_correction_corrects_nothing_where_all_ratios_and_weights_are_one(rati
     assert corrects_nothing(ratio, weight, staleness) == no_op
 
 
-def test_the_samples_of_the_newest_steps_are_kept_and_those_of_an_earlier_run_are_not(tmp_path):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step-000009.jsonl").touch()
+def test_samples_are_written_with_the_log_probs_that_training_saw(tmp_path):
     made, cluster = learner(tmp_path, "rollout_dump_steps=2")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         asyncio.run(made.learn(SampleBatch(cluster.sample(step), {}), step, StepClock()))
-    assert dumped_steps(tmp_path / "samples") == [2, 3]
-    assert all(len(row["advantages"]) == len(row["response_ids"]) for row in read_samples(tmp_path / "samples", 3))
+    assert dumped_steps(tmp_path / "samples") == [1, 3, 4]
+    for row in read_samples(tmp_path / "samples", 1):
+        assert row["train_log_probs"] == pytest.approx(row["behavior_log_probs"], abs=1e-6)
+        assert len(row["advantages"]) == len(row["response_ids"])
 
 
 def test_samples_are_not_written_where_no_step_is_kept(tmp_path):
@@ -579,11 +579,14 @@ def test_the_first_optimizer_step_with_real_samples_gives_their_old_log_probs(tm
 
 def test_log_probs_that_training_gives_are_checked_and_never_written_as_zeros(tmp_path):
     class Failing(BigramCluster):
+        steps = 0
+
         async def train_step_with_log_probs(self, shards):
-            if self.fails:
+            self.steps += 1
+            if self.steps == 2 and self.fails:
                 raise RunError("the gradient is not finite")
             answers = await super().train_step_with_log_probs(shards)
-            for _, scores in answers:
+            for _, scores in answers if self.steps == 2 else ():
                 scores.batch["log_probs"][:] = -torch.inf
             return answers
 

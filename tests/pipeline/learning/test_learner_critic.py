@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig
 from roll.pipeline.learning.learner import RLLearner, explained_variance
 from roll.rollout.source import SampleBatch
-from roll.rollout.timers import StepClock
 from tests.configs.samples import RLVR, rlvr
 from tests.pipeline.bigram import BigramCluster, BigramCritic
 from tests.pipeline.learning.test_learner import SMALL

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.base.errors import RunError
+from roll.base.timers import StepClock
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.rollout.agents.agentic_worker import AgenticWorker, TagCycle
 from roll.rollout.agents.runner import run_all
 from roll.rollout.ledger import PromptRequest
-from roll.rollout.timers import StepClock
 from roll.rollout.types import Group
 from tests.rollout.agents.agent_setup import SAMPLING, Engines, Setup, one_of, run, task
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.base.timers import StepClock
 from roll.configs.pipeline import role_seed
 from roll.rollout.agents.runner import run_all
-from roll.rollout.timers import StepClock
 from roll.rollout.types import GenerateRequest, Group
 from tests.rollout.agents.agent_setup import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
 

@@ -10,7 +10,8 @@ import torch
 from roll.configs.environments import SampleBy
 from roll.datasets.batch import Batch
 from roll.datasets.collate import collate_samples
-from roll.rollout.rollout_batch import batch_of_groups, dump_samples
+from roll.pipeline.learning.dump import dump_samples
+from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.types import GenerateResult, Group, StopReason, Trajectory
 
 START, RIGHT, GOAL = "P__\n_O_\n__G", "_P_\n_O_\n__G", "___\n_O_\n__√"

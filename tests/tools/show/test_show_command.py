@@ -29,7 +29,7 @@ def test_last_step_is_shown_by_default(tmp_path: Path, capsys: pytest.CaptureFix
     run = agentic_run(tmp_path / "run", 2, 10)
     assert "step 10: 3 trajectories in 2 groups" in show(capsys, run)
     assert "step 2: 3 trajectories in 2 groups" in show(capsys, run, "--step", 2)
-    names = ["step-000002.jsonl", "step-000010.jsonl"]
+    names = ["step-000002.parquet", "step-000010.parquet"]
     assert sorted(path.name for path in (run / "samples").iterdir()) == names
 
 
@@ -59,7 +59,7 @@ def test_invalid_runs_are_explained(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "has no steps yet" in show_error(capsys, run_folder(tmp_path / "early"))
     run = agentic_run(tmp_path / "run", 1)
     assert "--group: 2 does not exist; this step has groups 0 to 1" in show_error(capsys, run, "--group", 2)
-    (run / "samples" / "step-000002.jsonl").write_text('{"score": 1}\n')
+    (run / "samples" / "step-000002.jsonl").write_text('{"score": 1}\n')  # of an older version
     assert "--step: 2 in " in show_error(capsys, run)
     (run / "run.json").write_text('{"config": {"pipeline": "sft"}}')
     assert "is a run of the sft pipeline, which has no samples" in show_error(capsys, run)

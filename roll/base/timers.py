@@ -22,6 +22,8 @@ class StepClock:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []
+        """What was measured, from when and until when, in seconds since 1970."""
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -30,7 +32,9 @@ class StepClock:
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            seconds, end = time.perf_counter() - start, time.time()
+            self.add(name, seconds)
+            self.spans.append((name, end - seconds, end))
 
     def add(self, name: str, seconds: float) -> None:
         """Adds seconds that were measured elsewhere."""
@@ -56,6 +60,13 @@ class Interval:
         return self.idle / seconds if seconds > 0 else 0.0
 
 
+MOST_SPANS = 50
+"""Busy times that a timer keeps apart between two calls of `spans`."""
+
+SHORTEST_GAP_S = 1e-3
+"""Idle seconds that separate two busy times; more where there are more than MOST_SPANS."""
+
+
 class BusyTimer:
     """Measures the time in which at least one activity runs; activities that overlap count once.
 
@@ -67,9 +78,15 @@ class BusyTimer:
         self._last = self._interval_start = now
         self._active = 0
         self._busy = self._interval_busy = 0.0
+        self._since = now
+        self._spans: list[tuple[float, float]] = []
+        self._gap = SHORTEST_GAP_S
 
     def enter(self, now: float) -> None:
+        """Records that one activity begins."""
         self._advance(now)
+        if not self._active:
+            self._since = now
         self._active += 1
 
     def exit(self, now: float) -> None:
@@ -82,6 +99,22 @@ class BusyTimer:
             raise ValueError("exit without enter: no activity runs")
         self._advance(now)
         self._active -= 1
+        if not self._active:
+            self._add_span(now)
+
+    def spans(self, now: float) -> list[tuple[float, float]]:
+        """Start and end of the busy times since the last call, at most MOST_SPANS: the shortest gaps are left out."""
+        if self._active:
+            self._add_span(now)
+            self._since = now
+        spans, self._spans, self._gap = self._spans, [], SHORTEST_GAP_S
+        return spans
+
+    def _add_span(self, end: float) -> None:
+        self._spans[-1:] = without_gaps([*self._spans[-1:], (self._since, end)], self._gap)
+        while len(self._spans) > MOST_SPANS:
+            self._gap *= 2
+            self._spans = without_gaps(self._spans, self._gap)
 
     def interval(self, now: float) -> Interval:
         """Busy and idle seconds since the last call of this method, or since the timer was made."""
@@ -96,3 +129,14 @@ class BusyTimer:
         if self._active:
             self._busy += now - self._last
         self._last = now
+
+
+def without_gaps(spans: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Spans in their order, where a gap of at most `gap` between two is none."""
+    found: list[tuple[float, float]] = []
+    for start, end in spans:
+        if found and start - found[-1][1] <= gap:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((start, end))
+    return found

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.rollout.timers import BusyTimer
+from roll.base.timers import MOST_SPANS, BusyTimer
 
 
 def test_overlapping_activities_count_once() -> None:
@@ -44,3 +46,20 @@ def test_intervals_add_up_to_the_union_of_all_activities(spans: list[tuple[int, 
     union = {second for start, length in spans for second in range(start, start + length)}
     assert sum(interval.busy for interval in made) == pytest.approx(len(union))
     assert sum(interval.idle for interval in made) == pytest.approx(100 - len(union))
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(1e-3, 20)), max_size=300), st.floats(0, 100))
+def test_spans_cover_all_busy_time_and_are_few(spans: list[tuple[float, float]], cut: float) -> None:
+    busy = BusyTimer(0)
+    events = [(start, 1, busy.enter) for start, _ in spans] + [(start + n, 2, busy.exit) for start, n in spans]
+    made: list[tuple[float, float]] = []
+    for at, _, event in sorted([*events, (cut, 0, busy.spans)], key=lambda each: each[:2]):
+        found = event(at)
+        if found is not None:
+            assert len(found) <= MOST_SPANS
+            made += found
+    made += busy.spans(200)
+    assert all(start <= end for start, end in made)
+    assert all(one[1] <= other[0] for one, other in pairwise(made))
+    for start, length in spans:
+        assert sum(max(0, min(end, start + length) - max(begin, start)) for begin, end in made) == pytest.approx(length)
