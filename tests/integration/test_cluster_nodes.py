@@ -140,30 +140,19 @@ def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: Ra
     resources.release()
 
 
-def doctor(folder: Path, *options: str) -> int:
-    recipe = write(folder, SFT.replace("device_mapping: [0, 1]", "device_mapping: 0-3"))
-    keys = ["platform=cpu", "num_devices_per_node=2", "actor_train.model_args.dtype=fp32", f"output_dir={folder}"]
-    return main(["doctor", str(recipe), *keys, "--seconds", "0.1", *options])
-
-
-def test_the_doctor_measures_every_device_and_the_links_in_and_across_nodes(
-    two_nodes: RayNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_measures_devices_and_links_and_names_the_node_whose_matrix_products_are_slow(
+    two_nodes: RayNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert doctor(tmp_path, "--slower-than", "0.01", "--json") == 0
+    monkeypatch.setattr(measure, "SpeedWorker", MatmulSlowOnNodeOne)
+    recipe = write(tmp_path, SFT.replace("device_mapping: [0, 1]", "device_mapping: 0-3"))
+    keys = ["platform=cpu", "num_devices_per_node=2", "actor_train.model_args.dtype=fp32", f"output_dir={tmp_path}"]
+    assert main(["doctor", str(recipe), *keys, "--seconds", "0.1", "--slower-than", "0.3", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [(rank["node"], rank["device"]) for rank in found["ranks"]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert set(found["median"]) == {"matmul", "copy", "in_node", "across_nodes"}
     assert all(rank[name] > 0 for rank in found["ranks"] for name in found["median"])
-    assert found["all_reduce"] > 0 and found["slow_nodes"] == []
-
-
-def test_the_doctor_names_the_node_whose_matrix_products_are_slow(
-    two_nodes: RayNodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "SpeedWorker", MatmulSlowOnNodeOne)
-    assert doctor(tmp_path, "--slower-than", "0.3") == 1
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("slow: node 1 at ") and "matmul of rank 2-3" in last
+    assert found["all_reduce"] > 0 and 1 in found["slow_nodes"]
+    assert ["matmul" in rank["slow"] for rank in found["ranks"]] == [False, False, True, True]
 
 
 def config_of_nodes(folder: Path, model: Path, **keys: Any) -> Path:
