@@ -29,7 +29,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> di
     return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir, train=10)
 
 
-def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **keys: Any) -> list[dict[str, Any]]:
+def run_with_faults(
+    inputs: dict[str, Any], folder: Path, faults: list[str], steps: int = STEPS, **keys: Any
+) -> list[dict[str, Any]]:
     """The lines of a run with a trainer on one device, in which `faults` happen; it leaves nothing behind."""
     (folder / FAULTS_FILE).write_text("\n".join(faults))
     config = recipe(
@@ -37,7 +39,7 @@ def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **k
         folder,
         **{
             "deterministic": False,
-            "max_steps": STEPS,
+            "max_steps": steps,
             "save_steps": 0,
             "eval_steps": 0,
             "response_length": 40,
@@ -59,7 +61,7 @@ def run_with_faults(inputs: dict[str, Any], folder: Path, faults: list[str], **k
     assert_nothing_is_left(folder)
     assert not list(temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}"))
     assert sorted((folder / HAPPENED_FILE).read_text().splitlines()) == sorted(faults), "a fault did not happen"
-    check_samples(folder)
+    check_samples(folder, steps)
     return lines(folder)
 
 
@@ -69,9 +71,9 @@ def events(folder: Path) -> list[tuple[str, str]]:
     return [(entry["component"], entry["event"]) for entry in entries]
 
 
-def check_samples(folder: Path) -> None:
+def check_samples(folder: Path, steps: int) -> None:
     """Every group that was learned from is complete."""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         rows = read_samples(folder / "samples", step)
         assert len(rows) == 16 and len({row["group"] for row in rows}) == 4
 
@@ -101,7 +103,7 @@ def test_engines_die_or_stop_at_any_moment_and_the_run_goes_on(inputs, tmp_path)
 
 def test_the_only_engine_of_a_synchronous_run_dies_and_is_waited_for(inputs, tmp_path):
     faults = ["2 kill actor_infer-0 scheduler", "4 kill actor_infer-0 in_update"]
-    steps = run_with_faults(inputs, tmp_path, faults, async_generation_ratio=0, actor_infer__device_mapping=[1])
+    steps = run_with_faults(inputs, tmp_path, faults, 6, async_generation_ratio=0, actor_infer__device_mapping=[1])
     check_invariants(steps, 0)
     assert steps[-1]["faults/engine_restarts"] == 2 and steps[-1]["faults/engines_down"] == 0
     happened = events(tmp_path)
