@@ -18,7 +18,7 @@ from hmac import compare_digest
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any
 from zlib import crc32
 
@@ -121,8 +121,8 @@ class WatchedRun:
         return step_groups(found, step, token_pieces(found))
 
     def _read(self) -> Run | None:
-        """The run as it is now; it may be older, so that at most a tenth of the time is spent on reading."""
-        start, ended = monotonic(), self._now is not None and self._now.status in ENDED
+        """The run as it is now; it may be older, so that reading takes at most a tenth of a core."""
+        start, used, ended = monotonic(), thread_time(), self._now is not None and self._now.status in ENDED
         stamp: list[object] = [0 if ended else start // 10]  # the status of a run that writes nothing changes too
         with suppress(OSError):
             stamp += [(file.name, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in os.scandir(self._folder)]
@@ -132,7 +132,7 @@ class WatchedRun:
                 self._now = self._take(read_run(self._folder))
             except (ConfigError, OSError):
                 self._now = None
-            self._due = 10 * monotonic() - 9 * start
+            self._due = monotonic() + 9 * (thread_time() - used)
         return self._now
 
     def _take(self, found: Run) -> Run:
