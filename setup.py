@@ -80,7 +80,7 @@ setup(
             "types-pyyaml",
         ),
         "reasoning-gym": pinned("dev.txt", "reasoning-gym"),
-        "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny"),
+        "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny", "trackio"),
         "docs": pinned("cpu.txt", "matplotlib"),
     },
     entry_points={

@@ -27,7 +27,18 @@ class TensorBoardOptions:
 
 
 @dataclass
-class WandbOptions:
+class ShownSamples:
+    """What trackers have that show samples."""
+
+    samples: bool = option(
+        True,
+        "Show at most 16 samples, of the groups with the largest share of the gradient, of the first step and of every "
+        "one that rollout_dump_every keeps.",
+    )
+
+
+@dataclass
+class WandbOptions(ShownSamples):
     """`tracker_kwargs.wandb`."""
 
     api_key: str | None = option(None, "Key of the server; default: what `wandb login` or WANDB_API_KEY gives.")
@@ -46,7 +57,7 @@ class WandbOptions:
 
 
 @dataclass
-class SwanlabOptions:
+class SwanlabOptions(ShownSamples):
     """`tracker_kwargs.swanlab`."""
 
     login_kwargs: dict[str, Any] = option(factory=dict, help="api_key and host of the server.")
@@ -62,7 +73,7 @@ class SwanlabOptions:
 
 
 @dataclass
-class MlflowOptions:
+class MlflowOptions(ShownSamples):
     """`tracker_kwargs.mlflow`."""
 
     tracking_uri: str | None = option(
@@ -75,6 +86,22 @@ class MlflowOptions:
 
 
 @dataclass
+class TrackioOptions(ShownSamples):
+    """`tracker_kwargs.trackio`."""
+
+    project: str | None = option(None, "Project; default: roll.")
+    name: str | None = option(None, "Name of the run; default: exp_name.")
+    group: str | None = option(None, "Group of runs.")
+    space_id: str | None = option(None, "Space on the Hugging Face Hub that gets the run, as owner/name.")
+    dataset_id: str | None = option(None, "Dataset on the Hugging Face Hub that the Space keeps the run in.")
+    server_url: str | None = option(None, "Address of a Trackio server that gets the run.")
+    private: bool | None = option(None, "Whether a new Space is private.")
+    auto_log_gpu: bool | None = option(None, "Records the use of GPUs; default: where nvidia-ml-py finds any.")
+    gpu_log_interval: float = option(10.0, "Time between two records of the use of GPUs, in seconds.", gt=0)
+    log_dir: str | None = option(None, "Folder of the local database; default: TRACKIO_DIR, else output_dir/trackio.")
+
+
+@dataclass
 class NoOptions:
     """`tracker_kwargs` of a tracker without options."""
 
@@ -84,6 +111,7 @@ TRACKER_OPTIONS: dict[str, type] = {
     "wandb": WandbOptions,
     "swanlab": SwanlabOptions,
     "mlflow": MlflowOptions,
+    "trackio": TrackioOptions,
     "stdout": NoOptions,
 }
 """Options of each tracker of `track_with`; a tracker of the user adds its own."""
@@ -96,8 +124,8 @@ class TrackerOptions(StepOptions, ProcessOptions):
     track_with: list[str] = option(
         factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
-        help="Trackers in addition to metrics.jsonl: stdout, tensorboard, wandb, swanlab, mlflow, or one of "
-        "`custom_modules`; a single name is taken as a list of one.",
+        help="Trackers in addition to metrics.jsonl: stdout, tensorboard, wandb, swanlab, mlflow, trackio, "
+        "or one of `custom_modules`; a single name is taken as a list of one.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict,
@@ -112,7 +140,7 @@ class TrackerOptions(StepOptions, ProcessOptions):
     )
 
 
-PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny"}
+PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 """Tracker -> the package to install for it; the tracker has the name of the module."""
 
 

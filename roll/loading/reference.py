@@ -21,7 +21,7 @@ from roll.compat.translate import MOVED, RENAMED, RULES, VALUES
 from roll.configs.devices.sglang_options import OWNED
 from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
 from roll.configs.roles import ROLES
-from roll.configs.trackers import TRACKER_OPTIONS
+from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS
 from roll.loading.load import PIPELINES
 from roll.models.families.registry import architectures, template_names
 
@@ -78,10 +78,11 @@ def render() -> str:
     for title, keys in _groups().items():
         parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
     parts.append(
-        "## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. wandb, swanlab and mlflow are "
-        "installed separately (`pip install wandb`, `swanlab` or `mlflow-skinny`) and run in processes of their own: a "
-        "server that does not answer is warned about once and delays nothing. Their local files are in "
-        "`output_dir`.\n\n" + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
+        f"## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. {', '.join(PACKAGES)} need a "
+        f"package (`pip install` {', '.join(PACKAGES.values())}) and run in processes of "
+        "their own: a server that does not answer is warned about once and delays nothing. Their local files are in "
+        "`output_dir`. They show metrics and samples.\n\n"
+        + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
     )
     parts.append("## Names\n\n" + _table(("key", "known"), _names()))
     parts.append(

@@ -1,8 +1,8 @@
-"""Trackers that talk to a network: wandb, swanlab and mlflow, each in a process of its own.
+"""Trackers that talk to a network: wandb, swanlab, mlflow and trackio, each in a process of its own.
 
 The run hands each step to a bounded queue and never waits: a thread writes the queue to the process, another reads what
 it answers. A server that cannot be reached therefore delays nothing; it is reported once, and metrics.jsonl has every
-step in any case. `external_process` is the other side.
+step in any case. `external_process` is the other side, which reads samples from the files of the run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import IO, Any
 import psutil
 
 from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS, TrackerOptions
+from roll.hub.names import local_model
 from roll.trackers import external_process
 from roll.trackers.base import Tracker, register_tracker
 from roll.trackers.files import without_secrets
@@ -57,13 +58,16 @@ class ExternalTracker(Tracker):
         self._name = name
         self._close_s = close_s
         self._late_s = late_s
+        options, shown = dict(options), without_secrets(config)
+        files = _sample_files(shown) if options.pop("samples", False) else None
         self._request = {
             "tracker": name,
-            "options": dict(options),
-            "config": without_secrets(config),
+            "options": options,
+            "config": shown,
             "run_name": config.exp_name,
             "output_dir": str(output_dir.absolute()),
-            "resumed": False,
+            "resumed_after": None,
+            "samples": files,
         }
         self._environment = {**os.environ, **config.system_envs, "CUDA_VISIBLE_DEVICES": ""}
         self._log_path = Path(config.logging_dir or output_dir / "logs") / f"{name}.log"
@@ -76,7 +80,7 @@ class ExternalTracker(Tracker):
         self._end: float | None = None
 
     def resume(self, step: int) -> None:
-        self._request["resumed"] = True
+        self._request["resumed_after"] = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step; never waits and never raises because of the tracker."""
@@ -163,6 +167,19 @@ class ExternalTracker(Tracker):
                 reason,
                 self._log_path,
             )
+
+
+def _sample_files(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`SampleFiles` of a run; None for one that keeps no samples."""
+    folder = config.get("rollout_dump_dir")
+    if not folder or config["rollout_dump_steps"] == 0:
+        return None
+    model = config["actor_train"]["model_args"]["model_name_or_path"]
+    return {
+        "folder": str(Path(folder).absolute()),
+        "every": config["rollout_dump_every"] or -(-config["max_steps"] // 10),
+        "tokenizer": model and str(local_model(model).absolute() / "tokenizer.json"),
+    }
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import sqlite3
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -138,10 +139,13 @@ def test_helpers_of_the_process() -> None:
     assert dict(leaf_values({"a": {"b": 1, "c": {"d": [2]}}, "e": 3})) == {"a.b": 1, "a.c.d": [2], "e": 3}
 
 
+TRACKIO_POINTS = "select run_name, step, metrics from metrics order by id"
+
 OFFLINE = {
     "wandb": ({"mode": "offline", "project": "sums", "tags": ["a"], "notes": "short"}, "wandb/offline-run-*/*.wandb"),
     "swanlab": ({"mode": "offline", "project": "sums", "experiment_name": "one"}, "swanlab/run-*/*.swanlab"),
     "mlflow": ({"experiment_name": "sums", "tags": {"a": "b"}}, "mlflow/*/*/metrics/actor/loss"),
+    "trackio": ({"project": "sums"}, "trackio/sums.db"),
 }
 
 
@@ -150,6 +154,7 @@ OFFLINE = {
 def test_the_real_packages_write_their_files_without_a_network_and_a_resumed_run_continues(
     config: RLVRConfig, name: str, caplog
 ) -> None:
+    pytest.importorskip(name)
     options, pattern = OFFLINE[name]
     output_dir = Path(config.output_dir)
     for steps in ((1, 2), (2, 3)):
@@ -168,6 +173,10 @@ def test_the_real_packages_write_their_files_without_a_network_and_a_resumed_run
         points = [line.split() for line in curve.read_text().splitlines()]
         assert [(float(value), int(step)) for _, value, step in points] == [(0.5, 1), (0.25, 2), (0.25, 2), (1 / 6, 3)]
         assert (curve.parents[2] / "params" / "exp_name").read_text() == "trial"
+    elif name == "trackio":
+        with sqlite3.connect(files[0]) as database:
+            points = [(run, step, json.loads(values)) for run, step, values in database.execute(TRACKIO_POINTS)]
+        assert points == [("trial", step, {"actor/loss": 0.5 / step}) for step in (1, 2, 2, 3)]
     else:
         run_id = (output_dir / f"{name}_run_id").read_text()
         assert all(file.name == f"run-{run_id}.{name}" for file in files)

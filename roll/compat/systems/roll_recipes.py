@@ -33,7 +33,7 @@ STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
 PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
 """Keys of a recipe of DPO -> keys of `data_args`."""
 
-UNAVAILABLE_TRACKERS = ("trackio", "ml_tracker", "none")
+UNAVAILABLE_TRACKERS = ("ml_tracker", "none")
 """Values of `track_with` in ROLL without a counterpart in this project."""
 
 
