@@ -27,7 +27,7 @@ from roll.distributed.weights.report import Transfer
 from roll.distributed.weights.synchronizer import STEP_GRACE_S, WeightSynchronizer
 from roll.pipeline.learning.shards import cluster_log_probs
 from roll.pipeline.session import Session
-from scripts.gpu_smoke import SHAPE, TEMPERATURE, compare, configuration, generate, train, train_step
+from scripts.gpu_smoke import SHAPES, TEMPERATURE, compare, configuration, generate, train, train_step
 from scripts.gpu_table import Dtype, GpuTable, Platform, add_dtype, make_parser
 from scripts.reference_model import Reference, write_random_model
 
@@ -64,7 +64,7 @@ class FatalBroadcast(BroadcastTransport):
 
 async def separate(table: GpuTable, platform: Platform, dtype: Dtype, folder: Path) -> tuple[Batch, torch.Tensor]:
     """Trainer and engine on a device each; returns samples, and their log-probs under the exported model."""
-    model = write_random_model(folder / "model", SHAPE, dtype)
+    model = write_random_model(folder / "model", SHAPES[platform], dtype)
     options = {"sync_timeout_s": SYNC_TIMEOUT_S, "max_sync_retries": 0}
     config = configuration(platform, dtype, folder, [0], [1], **options)
     async with Session(config) as session:

@@ -62,5 +62,11 @@ def test_smoke_test() -> None:
 def test_two_devices() -> None:
     rows = rows_of("two_gpus")
     assert count(rows, " ok ") == 19
-    for text in ("broadcast of 65 MB, verified", "engine killed", "survived", "tensor parallel 2 against 1", "resumed"):
+    for text in (
+        "separate devices: broadcast of",
+        "engine killed",
+        "survived",
+        "tensor parallel 2 against 1",
+        "resumed",
+    ):
         assert count(rows, text), text
