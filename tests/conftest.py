@@ -37,7 +37,7 @@ RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 """Python's own helper of spawned processes: it ends with the process that started it, not before."""
 
 
-IN_ONE_PROCESS = ("shared_runs", "rank_pool", "several engines")
+IN_ONE_PROCESS = ("shared_runs", "rank_pool", "several engines", "on_ray")
 """Fixtures whose processes are large and stay until the tests end, and words of files with large runs of their own: one
 test process runs all files that have one."""
 

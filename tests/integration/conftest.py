@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
 
 import pytest
 
+from roll.configs.pipeline import BaseConfig
+from roll.distributed.ray_session import start_ray, stop_ray
 from tests.integration.rank_pool import RankPool
 from tests.integration.shared_runs import SharedRuns
 
-_open: dict[str, RankPool | SharedRuns] = {}
+
+class SharedProcesses(Protocol):
+    """Processes that can end early; those who need them later start others."""
+
+    def free_memory(self) -> None: ...
+
+
+_open: dict[str, SharedProcesses] = {}
 """The shared processes by the name of their fixture."""
 
 
@@ -29,10 +40,38 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRuns
     runs.close()
 
 
+class OwnRay:
+    """A Ray session of this process with two devices."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = BaseConfig(output_dir=str(folder))
+
+    def start(self) -> None:
+        """Starts it, unless it runs."""
+        start_ray(self._config, "cpu", num_devices=2)
+
+    def free_memory(self) -> None:
+        """Ends it, and its actors."""
+        stop_ray()
+
+
+@pytest.fixture(scope="session")
+def own_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRay]:
+    own = OwnRay(tmp_path_factory.mktemp("ray"))
+    yield own
+    own.free_memory()
+
+
+@pytest.fixture(scope="module")
+def on_ray(own_ray: OwnRay) -> None:
+    """Ray runs in this process; the next file that needs it finds it running."""
+    _open["on_ray"] = own_ray
+    own_ray.start()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def memory_for_this_file(request: pytest.FixtureRequest) -> None:
     """Ends shared processes that the tests of a file do not use: they take gigabytes, and Ray kills for memory."""
     text = request.path.read_text()
-    for name, processes in _open.items():
-        if name not in text:
-            processes.free_memory()
+    for name in [name for name in _open if name not in text]:
+        _open[name].free_memory()

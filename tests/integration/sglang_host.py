@@ -35,7 +35,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not
 class EngineHost:
     """Calls methods of a worker by name, several at a time."""
 
-    def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
+    async def make(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
+        """Makes the worker, also in place of one whose engine has ended."""
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, options.pop("dtype", "fp32")
         rank = replace(WorkerRank("actor_infer"), cores=options.pop("cores", ()))
@@ -123,12 +124,22 @@ class Sender:
         return make_handle(self.memory, tensor_locations(specs))
 
 
-class RemoteEngine:
-    """The actor seen from a test: `engine.pause("retract")` waits, `engine.start_generate(...)` does not."""
+def start_host(cls: type) -> ray.actor.ActorHandle:
+    """A process that has imported SGLang, for one engine after another."""
+    return ray.remote(max_concurrency=16, num_cpus=0)(cls).remote()
 
-    def __init__(self, folder: Path, tensor_parallel: int = 1, **options: Any) -> None:
-        host = ray.remote(max_concurrency=16, num_cpus=0)(EngineHost)
-        self.actor = host.remote(str(folder), tensor_parallel, options)
+
+class RemoteEngine:
+    """The actor seen from a test: `engine.pause("retract")` waits, `engine.start_generate(...)` does not.
+
+    `actor` is one in which earlier engines have ended.
+    """
+
+    def __init__(
+        self, folder: Path, tensor_parallel: int = 1, actor: ray.actor.ActorHandle | None = None, **options: Any
+    ) -> None:
+        self.actor = actor or start_host(EngineHost)
+        ray.get(self.actor.make.remote(str(folder), tensor_parallel, options), timeout=CALL_TIMEOUT_S)
 
     def __getattr__(self, method: str) -> Any:
         return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)

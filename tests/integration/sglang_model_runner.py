@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from roll.platforms.platform import CpuPlatform
 
 def load_runner(folder: str) -> Any:
     """The runner of a model on one core."""
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
     from sglang.benchmark.one_batch import SpawnRanks
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -48,7 +48,17 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def which_models_are_taken(folder: str) -> dict[str, bool]:
+def which_models_are_taken(folders: Sequence[str]) -> list[dict[str, bool]]:
+    """What is taken of each model; a process runs one, and SGLang is imported once for all of them."""
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0"
+    import sglang.benchmark.one_batch
+    import sglang.srt.model_executor.model_runner  # noqa: F401
+
+    with multiprocessing.get_context("fork").Pool(len(folders), maxtasksperchild=1) as processes:
+        return processes.map(what_is_taken, folders, chunksize=1)
+
+
+def what_is_taken(folder: str) -> dict[str, bool]:
     """By what is changed about a model that is taken, whether it is still taken; and which `forward` was installed."""
     from roll.platforms.cpu import sglang_model
     from roll.platforms.cpu.kernels import CpuKernels

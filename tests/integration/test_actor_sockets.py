@@ -8,28 +8,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 
-from roll.configs.pipeline import BaseConfig
 from roll.distributed.calls import rpc_socket
 from roll.distributed.calls.rpc_batching import RpcActor, RpcClient, RpcError, rpc_client
 from roll.distributed.calls.rpc_socket import MessageError
-from roll.distributed.ray_session import start_ray, stop_ray
 
 pytestmark = pytest.mark.integration
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see this folder
-
-
-@pytest.fixture(scope="module")
-def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=1)
-    yield
-    stop_ray()
 
 
 class Actor(RpcActor):

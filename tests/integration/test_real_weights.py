@@ -7,7 +7,7 @@ import shutil
 import pytest
 import ray
 import torch
-from sglang_host import RemoteEngine, largest_difference
+from sglang_host import EngineHost, RemoteEngine, largest_difference, start_host
 
 from examples.smollm2_135m.weights import gguf_weights
 from roll.configs.devices.parallel_layout import ParallelLayout
@@ -114,16 +114,16 @@ def megatron(folder, rows, scored, rank_pool, tmp_path_factory):
 def engines(megatron, folder, rows, tmp_path_factory):
     """By dtype: log-probs [N] of the texts; by "sampled" and dtype: requests and their answers."""
     start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
-    found = {}
+    found, host = {}, start_host(EngineHost)
     sampling = SamplingParams(SAMPLED, TEMPERATURE)
     asked = [GenerateRequest(f"r{i}", row[: 40 + 8 * i], sampling, seed=i) for i, row in enumerate(rows)]
     for dtype in ("fp32", "bf16"):
-        engine = RemoteEngine(folder, dtype=dtype)
+        engine = RemoteEngine(folder, actor=host, dtype=dtype)
         engine.initialize()
         found[dtype] = torch.tensor([value for row in engine.score(rows) for value in row])
         found[f"sampled {dtype}"] = asked, engine.generate(asked)
         engine.close()
-        ray.kill(engine.actor)
+    ray.kill(host)
     yield found
     stop_ray()
 

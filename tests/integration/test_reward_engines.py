@@ -6,16 +6,17 @@ import inspect
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from sglang_host import start_host
 
-from roll.configs.pipeline import BaseConfig, RLVREngineRewardConfig
+from roll.configs.pipeline import RLVREngineRewardConfig
 from roll.distributed.infer.score_worker import NOTHING_SAMPLED, ScoreWorker
-from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.worker import WorkerRank
 from roll.models.tiny import TINY_SHAPE
 from roll.rollout.types import GenerateRequest, GenerateResult
@@ -32,7 +33,8 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not
 class ScoreHost:
     """Calls methods of a worker by name, several at a time."""
 
-    def __init__(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
+    async def make(self, folder: str, tensor_parallel: int, options: dict[str, Any]) -> None:
+        """Makes the worker, also in place of one whose engine has ended."""
         config = RLVREngineRewardConfig(
             output_dir=folder, prompt_length=512, response_length=8, deterministic=options.pop("deterministic", False)
         )
@@ -54,11 +56,11 @@ class ScoreHost:
 
 
 class RemoteScores:
-    """The actor seen from a test."""
+    """The actor seen from a test, in which earlier engines have ended."""
 
-    def __init__(self, folder: Path, tensor_parallel: int = 1, **options: Any) -> None:
-        host = ray.remote(max_concurrency=16, num_cpus=0)(ScoreHost)
-        self.actor = host.remote(str(folder), tensor_parallel, options)
+    def __init__(self, actor: Any, folder: Path, tensor_parallel: int = 1, **options: Any) -> None:
+        self.actor = actor
+        ray.get(actor.make.remote(str(folder), tensor_parallel, options), timeout=CALL_TIMEOUT_S)
 
     def on_host(self, method: str, *arguments: Any) -> None:
         ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
@@ -68,10 +70,10 @@ class RemoteScores:
 
 
 @pytest.fixture(scope="module")
-def on_ray(tmp_path_factory):
-    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
-    yield
-    stop_ray()
+def host(on_ray: None) -> Iterator[Any]:
+    host = start_host(ScoreHost)
+    yield host
+    ray.kill(host)
 
 
 def write(folder: Path, family: str, kind: str) -> Any:
@@ -116,10 +118,10 @@ def expected(model: Any, rows: list[list[int]]) -> list[float]:
         ("Qwen3", "Sequence", {"deterministic": True}),
     ],
 )
-def test_values_are_those_of_transformers(on_ray, tmp_path, family, kind, options):
-    """A `...ForTokenClassification` has a bias, a `...ForSequenceClassification` none."""
+def test_values_are_those_of_transformers(host, tmp_path, family, kind, options):
+    """A `...ForTokenClassification` has a bias, a `...ForSequenceClassification` none; one engine dies in between."""
     model, rows = write(tmp_path, family, kind), sequences()
-    engine = RemoteScores(tmp_path, **options)
+    engine = RemoteScores(host, tmp_path, **options)
     engine.initialize()
     try:
         first: list[GenerateResult] = engine.generate(requests(rows))
@@ -129,17 +131,33 @@ def test_values_are_those_of_transformers(on_ray, tmp_path, family, kind, option
         assert [result.value for result in again] == pytest.approx([result.value for result in first], abs=TOLERANCE)
         if "deterministic" in options:
             assert again == [*map(_renamed, first, again)], "a score depends on its batch"
+            check_late_sequences_and_a_restart(engine, [result.value for result in first])
         [long] = engine.generate(requests([[1] * (POSITIONS + 8)]))
         assert (long.value, long.finish_reason) == (None, "abort") and "longer than the model's context" in long.error
     finally:
         engine.close()
 
 
+def check_late_sequences_and_a_restart(engine: RemoteScores, values: list[float]) -> None:
+    """A late sequence has an error, and an engine that died gives the same values after its restart."""
+    engine.on_host("set_timeout", 1e-6)
+    late = engine.generate(requests(sequences()))
+    assert all("no answer within 1e-06 s" in result.error and result.value is None for result in late)
+    engine.on_host("set_timeout", 60.0)
+    assert [result.value for result in engine.generate(requests(sequences()))] == pytest.approx(values, abs=1e-5)
+    engine.on_host("kill_scheduler")
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"EngineNotRunningError.*killed by SIGKILL"):
+        while True:
+            engine.generate(requests(sequences()))
+    engine.start_again(False)
+    assert [result.value for result in engine.generate(requests(sequences()))] == pytest.approx(values, abs=1e-5)
+
+
 def _renamed(result: GenerateResult, other: GenerateResult) -> GenerateResult:
     return GenerateResult(**{**vars(result), "request_id": other.request_id})
 
 
-def test_a_folder_without_the_weights_of_its_head_is_refused(on_ray, tmp_path):
+def test_a_folder_without_the_weights_of_its_head_is_refused(host, tmp_path):
     from safetensors.torch import load_file, save_file
 
     write(tmp_path, "Qwen2", "Sequence")
@@ -147,25 +165,4 @@ def test_a_folder_without_the_weights_of_its_head_is_refused(on_ray, tmp_path):
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ray.exceptions.RayTaskError, match=r"scores one token with nan.*value head"):
-        RemoteScores(tmp_path).initialize()
-
-
-def test_a_late_sequence_has_an_error_and_an_engine_that_died_scores_again_after_its_restart(on_ray, tmp_path):
-    write(tmp_path, "Qwen3", "Sequence")
-    engine = RemoteScores(tmp_path)
-    engine.initialize()
-    try:
-        values = [result.value for result in engine.generate(requests(sequences()))]
-        engine.on_host("set_timeout", 1e-6)
-        late = engine.generate(requests(sequences()))
-        assert all("no answer within 1e-06 s" in result.error and result.value is None for result in late)
-        engine.on_host("set_timeout", 60.0)
-        assert [result.value for result in engine.generate(requests(sequences()))] == pytest.approx(values, abs=1e-5)
-        engine.on_host("kill_scheduler")
-        with pytest.raises(ray.exceptions.RayTaskError, match=r"EngineNotRunningError.*killed by SIGKILL"):
-            while True:
-                engine.generate(requests(sequences()))
-        engine.start_again(False)
-        assert [result.value for result in engine.generate(requests(sequences()))] == pytest.approx(values, abs=1e-5)
-    finally:
-        engine.close()
+        RemoteScores(host, tmp_path).initialize()

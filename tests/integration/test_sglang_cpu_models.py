@@ -8,12 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
-from sglang_host import RemoteEngine, largest_difference, requests
+from sglang_host import EngineHost, RemoteEngine, largest_difference, requests, start_host
 from sglang_model_runner import which_models_are_taken
 
-from roll.configs.pipeline import BaseConfig
-from roll.distributed.ray_session import start_ray, stop_ray
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 
@@ -40,20 +39,33 @@ CORES = (min(os.sched_getaffinity(0)),)
 
 
 @pytest.fixture(scope="module")
-def on_ray(tmp_path_factory):
-    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
-    yield
-    stop_ray()
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_tiny_model(root / family, family, **SHAPE | more) for family, more in MODELS.items()}
+
+
+def test_which_models_run_as_one_call(folders):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        found = process.submit(which_models_are_taken, [*map(str, folders.values())]).result(timeout=300)
+    for taken in found:
+        assert {name for name, yes in taken.items() if yes} == {"installed", "nothing"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def folder(request, tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp(request.param), request.param, **SHAPE | MODELS[request.param])
+def folder(request, folders):
+    return folders[request.param]
 
 
 @pytest.fixture(scope="module")
-def engine(on_ray, folder):
-    engine = RemoteEngine(folder, disable_radix_cache=True, cores=CORES)
+def host(on_ray):
+    host = start_host(EngineHost)
+    yield host
+    ray.kill(host)
+
+
+@pytest.fixture(scope="module")
+def engine(host, folder):
+    engine = RemoteEngine(folder, actor=host, disable_radix_cache=True, cores=CORES)
     engine.initialize()
     yield engine
     engine.close()
@@ -107,12 +119,6 @@ def test_greedy_and_truncated_requests_of_a_batch_do_not_change_the_bits_of_othe
     for answer in alone:
         assert answer.response_ids == mixed[answer.request_id].response_ids
         assert answer.log_probs == mixed[answer.request_id].log_probs
-
-
-def test_which_models_run_as_one_call(folder):
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        taken = process.submit(which_models_are_taken, str(folder)).result(timeout=300)
-    assert {name for name, yes in taken.items() if yes} == {"installed", "nothing"}
 
 
 def test_the_process_that_handles_requests_leaves_the_cores_to_the_scheduler(engine):

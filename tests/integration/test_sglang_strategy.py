@@ -15,14 +15,21 @@ import psutil
 import pytest
 import ray
 import torch
-from sglang_host import CALL_TIMEOUT_S, RemoteEngine, Sender, largest_difference, reference, requests
+from sglang_host import (
+    CALL_TIMEOUT_S,
+    EngineHost,
+    RemoteEngine,
+    Sender,
+    largest_difference,
+    reference,
+    requests,
+    start_host,
+)
 
 from roll.base.events import EVENTS_FILE
-from roll.configs.pipeline import BaseConfig
 from roll.distributed.infer.sglang_checksums import EngineChecksums
 from roll.distributed.infer.sglang_engine import WATCH_INTERVAL_S, free_port, preferred_port
 from roll.distributed.process_groups import BroadcastGroup, join_as_source
-from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.weights.shm_buckets import flattened
 from roll.models.tiny import write_tiny_model
@@ -36,13 +43,6 @@ RUNNING_TOKENS = 500
 """Requests of so many tokens still run after so many seconds, and have tokens by then."""
 
 SHAPE = {"max_position_embeddings": 2056, "eos_token_id": None, "vocab_size": 101}
-
-
-@pytest.fixture(scope="module")
-def on_ray(tmp_path_factory):
-    start_ray(BaseConfig(output_dir=str(tmp_path_factory.mktemp("run"))), "cpu", num_devices=2)
-    yield
-    stop_ray()
 
 
 def load(folder):
@@ -65,6 +65,7 @@ def engine(on_ray, llama_folder):
     yield engine
     engine.close()
     assert len(engine.process_ids()) == 1, "only the actor is left"
+    ray.kill(engine.actor)
 
 
 @pytest.fixture(scope="module")
@@ -369,9 +370,17 @@ def test_cancelled_requests_leave_the_engine(engine):
     engine.resume()
 
 
+@pytest.fixture(scope="module")
+def host(on_ray):
+    """A process for engines that end with their test."""
+    host = start_host(EngineHost)
+    yield host
+    ray.kill(host)
+
+
 @pytest.mark.parametrize("killed", ["sglang::scheduler", "sglang::fork_server"])
-def test_an_engine_is_started_once_more_where_its_processes_are_killed_while_it_starts(killed, on_ray, tmp_path):
-    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE))
+def test_an_engine_is_started_once_more_where_its_processes_are_killed_while_it_starts(killed, host, tmp_path):
+    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE), actor=host)
     [worker] = engine.process_ids()
     starting = engine.actor.call.remote("initialize")
 
@@ -386,17 +395,16 @@ def test_an_engine_is_started_once_more_where_its_processes_are_killed_while_it_
     [event] = [json.loads(line) for line in (tmp_path / EVENTS_FILE).read_text().splitlines()]
     assert event["event"] == "start failed" and "one of its processes was killed by SIGKILL" in event["message"]
     engine.close()
-    ray.kill(engine.actor)
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_at_once(on_ray, tmp_path):
-    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE))
+def test_a_model_that_cannot_be_loaded_is_an_error_at_once(host, tmp_path):
+    engine = RemoteEngine(write_tiny_model(tmp_path, "llama", **SHAPE), actor=host)
     for weights in tmp_path.glob("*.safetensors"):
         weights.write_bytes(b"")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"did not start: Rank 0 scheduler died .*code: [01]\)"):
         engine.initialize()
     assert not (tmp_path / EVENTS_FILE).exists()
-    ray.kill(engine.actor)
+    engine.close()
 
 
 def test_the_death_of_an_engine_names_the_exception_that_ended_it(on_ray, tmp_path):
