@@ -12,9 +12,9 @@ from rich.table import Table
 
 from roll.base.errors import RunError
 from roll.base.terminal import make_console
-from roll.report.findings import digits, percent
 from roll.report.read import Run, read_run
 from roll.report.samples import token_pieces
+from roll.report.text import digits, percent
 from roll.tools.show.samples import choose_step
 from roll.tools.terminal import option_error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Literal
 
 from roll.base.events import EVENTS_FILE
 from roll.report.read import DIED, Run
-from roll.report.text import Text, text
+from roll.report.samples import token_pieces
+from roll.report.text import Text, digits, percent, text
 from roll.tools.show.samples import sample_weight
 from roll.trackers.files import HEALTH_FILE
 
@@ -28,6 +30,9 @@ PARTS = (
     ("checkpoint", "time/checkpoint"),
 )
 """Parts of a step that do not overlap, by their text and metric."""
+
+LEAST_SAMPLES = 8
+"""Samples below which their mean score says nothing."""
 
 MOST_NOISE_TOKENS = 100
 """Tokens below which means of tokens say nothing."""
@@ -170,6 +175,21 @@ def mismatch(run: Run) -> Iterator[RunFinding]:
         yield RunFinding("bad", text("f_mismatch", value=digits(value)), name)
 
 
+def right_scores_less(run: Run) -> Iterator[RunFinding]:
+    """Responses of a tag with its ground truth score less than those without it: the reward may be flipped."""
+    rows, pieces = run.samples(run.dumped[0]) if run.dumped else [], token_pieces(run)
+    scores: defaultdict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for row in rows:
+        truth = str(row.get("ground_truth") or "")
+        if 0 < len(truth) <= 40:
+            found = re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", "".join(pieces(row["response_ids"])))
+            scores[str(row.get("tag", ""))][found is None].append(row["score"])
+    for tag, (right, others) in scores.items():
+        if min(len(right), len(others)) >= LEAST_SAMPLES and fmean(right) < fmean(others):
+            values = {"tag": tag, "right": digits(fmean(right)), "others": digits(fmean(others))}
+            yield RunFinding("bad", text("f_flipped", **values), "samples")
+
+
 def one_engine_apart(run: Run) -> Iterator[RunFinding]:
     """The samples of one engine are much further from the trainer's log-probs than those of the others."""
     if not run.dumped:
@@ -290,19 +310,11 @@ def faults(run: Run) -> Iterator[RunFinding]:
 
 
 RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
-    ended_early, not_finite, reward_hacked, tag_against_others, one_engine_apart, mismatch, stale, truncated_sampling,
-    entropy, learned, length_hacking, gradient_spike, few_samples, no_gradient, cut, drops, idle, slow_step, faults,
+    ended_early, not_finite, reward_hacked, right_scores_less, tag_against_others, one_engine_apart, mismatch, stale,
+    truncated_sampling, entropy, learned, length_hacking, gradient_spike, few_samples, no_gradient, cut, drops, idle,
+    slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
-
-
-def digits(value: float) -> str:
-    """Three significant digits; thousands with separators."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
 def _noise(scores: Sequence[float]) -> float:

@@ -12,11 +12,11 @@ from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
 
-from roll.report.findings import PARTS, RunFinding, digits, find, percent
+from roll.report.findings import PARTS, RunFinding, find
 from roll.report.history import MOST_LANES, drop_reasons, histograms, lanes
 from roll.report.read import WAITING, Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
-from roll.report.text import Text, bilingual, text
+from roll.report.text import Text, bilingual, digits, percent, text
 from roll.trackers.metrics import SECTIONS
 
 MOST_POINTS = 2_000

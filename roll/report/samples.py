@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll.report.findings import digits
 from roll.report.read import Run, is_number
+from roll.report.text import digits
 from roll.tools.show.samples import sample_weight, token_weights
 from roll.tools.show.tokens import Pieces, model_pieces, token_numbers
 

@@ -191,6 +191,10 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "{share} of responses were cut at response_length {length}. Raise it, or penalise length.",
         "{share} 的回答在 response_length {length} 处被截断。请增大它，或惩罚长度。",
     ),
+    "f_flipped": (
+        "Responses of tag {tag} with the ground truth score {right}, others {others}. Its reward may be flipped.",
+        "标签 {tag} 中包含标准答案的回答得分 {right}，其余为 {others}。奖励可能被颠倒。",
+    ),
     "f_engine": (
         "Engine {engine} is {value} from the trainer's log-probs in step {step}, the others {others}. Its weights are "
         "not those of its version: verify_weights checks every update.",
@@ -252,3 +256,12 @@ def bilingual(english: str, chinese: str) -> str:
     """Two texts as escaped HTML, of which the page shows one."""
     english, chinese = html.escape(english), html.escape(chinese)
     return english if english == chinese else f"<span lang=en>{english}</span><span lang=zh>{chinese}</span>"
+
+
+def digits(value: float) -> str:
+    """Three significant digits; thousands with separators."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"

@@ -115,3 +115,11 @@ def test_sampling_that_cuts_the_tail_is_named(tmp_path: Path, entropy: float, tr
     rows = [tokens(0, 0.01) | {"entropy": [entropy] * 40} for _ in range(4)]
     sampling = {"actor_infer": {"generating_args": {"top_p": 0.8}}, "on_truncated_sampling": truncation}
     assert ("f_truncated" in keys(write_run(tmp_path, samples=rows, config=sampling))) == named
+
+
+@pytest.mark.parametrize(("right", "wrong", "named"), [(0.0, 1.0, True), (1.0, 0.0, False)])
+def test_a_reward_that_gives_right_answers_less_is_named(
+    tmp_path: Path, right: float, wrong: float, named: bool
+) -> None:
+    rows = [sample(n, right if n % 2 else wrong, 0.5, [7 if n % 2 else 9], tag="minus") for n in range(20)]
+    assert ("f_flipped" in keys(write_run(tmp_path, samples=rows))) == named
