@@ -127,7 +127,7 @@ def no_gradient(run: Run) -> Iterator[RunFinding]:
     metric = "advantage/zero_variance_group_fraction"
     if (values := run.values(metric, 0.1)) and (share := fmean(values)) > 0.5:
         rewards = run.values("rollout/reward_mean")
-        if rewards and max(rewards) - min(rewards) < 0.05 and share > 0.8:
+        if len(rewards) >= 10 and _rise(rewards) < 0.05 and share > 0.8:
             yield RunFinding("bad", text("f_nothing", share=percent(share), reward=digits(rewards[-1])), metric)
         else:
             yield RunFinding("warn", text("f_no_gradient", share=percent(share)), metric)
@@ -310,9 +310,9 @@ def faults(run: Run) -> Iterator[RunFinding]:
 
 
 RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
-    ended_early, not_finite, reward_hacked, right_scores_less, tag_against_others, one_engine_apart, mismatch, stale,
-    truncated_sampling, entropy, learned, length_hacking, gradient_spike, few_samples, no_gradient, cut, drops, idle,
-    slow_step, faults,
+    ended_early, not_finite, reward_hacked, right_scores_less, tag_against_others, one_engine_apart, no_gradient,
+    mismatch, stale, truncated_sampling, entropy, learned, length_hacking, gradient_spike, few_samples, cut, drops,
+    idle, slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
 

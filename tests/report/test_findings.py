@@ -61,6 +61,10 @@ def late(before: float, after: float) -> Callable[[float], float]:
             ),
         ),
         ("f_no_gradient", sets(advantage__zero_variance_group_fraction=late(0.1, 0.9))),
+        (
+            "f_nothing",
+            sets(advantage__zero_variance_group_fraction=lambda part: 0.9, rollout__reward_mean=lambda part: 0.01),
+        ),
         ("f_length", sets(rollout__response_length_mean=lambda part: 20 + 40 * part)),
         ("f_entropy_low", sets(actor__entropy=lambda part: 1.0 if part < 0.1 else 0.01)),
         ("f_entropy_high", sets(actor__entropy=lambda part: 1.0 + 3 * part)),
