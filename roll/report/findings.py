@@ -255,7 +255,8 @@ def drops(run: Run) -> Iterator[RunFinding]:
 
 def idle(run: Run) -> Iterator[RunFinding]:
     """A side that waits for more than a third of the time, and what the run advises."""
-    advice = str(run.summary.get("bottleneck") or "")
+    advice = str(run.summary.get("bottleneck") or "").partition(" (")[0]
+    advice = f"{advice[:1].upper()}{advice[1:]}." if advice else ""
     for who, metric in (("who_trainer", "throughput/trainer_idle"), ("who_engines", "throughput/rollout_idle")):
         values = run.values(metric)[1:]
         if len(values) > 2 and (share := fmean(values)) > 0.3:

@@ -214,7 +214,7 @@ function tips() {
   });
 }
 
-const colours = {wait_prev_gen: 'wait', old_log_probs: 'log_probs', values: 'log_probs', train_critic: 'train', weight_update: 'update', checkpoint_wait: 'checkpoint', reward: 'r4', env: 'r7'};
+const colours = {wait_prev_gen: 'wait', old_log_probs: 'log_probs', values: 'log_probs', train_critic: 'train', weight_update: 'update', checkpoint_wait: 'checkpoint', reward: 'r7', env: 'r6'};
 const fill = what => `var(--${colours[what] || (css('--' + what) ? what : 'other')})`;
 const shape = (parent, tag, values, tip) => {
   const made = document.createElementNS('http://www.w3.org/2000/svg', tag);
