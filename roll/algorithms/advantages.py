@@ -155,7 +155,8 @@ def compute_advantages(
     turns, episodes = inputs.get("turns"), episodes_of(mask, inputs.get("turns"))
     if turns is not None:
         check_turns(turns, raw, groups, mask)
-    penalty, lost = length_penalties(raw, mask.sum(-1), groups, episodes, config)
+    lengths = mask.sum(-1)
+    penalty, lost = length_penalties(raw, lengths, groups, episodes, config)
     shaped = shape_scores(raw - penalty, episodes, config)
     tags, before = None if turns is None else turns.tag_ids, inputs.get("statistics") or RunStatistics()
     shaped, statistics, normalised = apply_norm(shaped, groups, tags, episodes, config, before, inputs.get("tag_names"))
@@ -169,7 +170,7 @@ def compute_advantages(
         advantages, returns = masked(advantages, mask), masked(returns, mask)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    weights, weighted = sample_weights(raw, groups, batch.response_mask.sum(-1), learned, episodes, config)
+    weights, weighted = sample_weights(raw, groups, lengths, learned, episodes, config)
     if weights is not None:
         advantages = advantages * weights[:, None]
     if config.advantage_clip is not None:
