@@ -114,7 +114,7 @@ def reward_hacked(run: Run) -> Iterator[RunFinding]:
 
 def tag_against_others(run: Run) -> Iterator[RunFinding]:
     """The validation of one tag falls while the others rise."""
-    tags = [name for name in _names(run, "val/") if name.endswith("/score")]
+    tags = [name for name in _names(run, "val/") if name.endswith("/score") and name != "val/score"]
     moves = {name: (values[0], values[-1]) for name in tags if len(values := [v for _, v in run.series(name)]) > 1}
     falls = {name: move for name, move in moves.items() if move[1] < move[0] - max(0.03, 0.05 * abs(move[0]))}
     if len(moves) > 1 and len(falls) == 1 and any(last > first for first, last in moves.values()):

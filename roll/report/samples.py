@@ -20,8 +20,12 @@ HEAD_TOKENS = 600
 
 
 def shown_steps(run: Run) -> list[int]:
-    """The newest steps with samples, and the oldest."""
-    return sorted({*run.dumped[:1], *run.dumped[-MOST_STEPS + 1 :]}, reverse=True)
+    """Kept steps that are spread over the run, the oldest and the newest among them; the newest first."""
+    if not run.dumped:
+        return []
+    first, last = run.dumped[0], run.dumped[-1]
+    wanted = [first + (last - first) * number / (MOST_STEPS - 1) for number in range(MOST_STEPS)]
+    return sorted({min(run.dumped, key=lambda step: abs(step - each)) for each in wanted}, reverse=True)
 
 
 def step_groups(run: Run, step: int, pieces: Pieces) -> dict[str, Any]:

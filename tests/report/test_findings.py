@@ -57,7 +57,9 @@ def late(before: float, after: float) -> Callable[[float], float]:
         (
             "f_tag",
             sets(
-                **{"val__hard__score": lambda part: 0.6 - 0.5 * part, "val__easy__score": lambda part: 0.2 + 0.6 * part}
+                val__hard__score=lambda part: 0.6 - 0.5 * part,
+                val__easy__score=lambda part: 0.2 + 0.6 * part,
+                val__score=lambda part: 0.4 - 0.1 * part,
             ),
         ),
         ("f_no_gradient", sets(advantage__zero_variance_group_fraction=late(0.1, 0.9))),
