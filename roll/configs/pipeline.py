@@ -189,8 +189,10 @@ class LearnerOptions(
     )
     rollout_dump_every: int | None = option(
         None,
-        "Steps whose samples are kept beside the newest and the first: one in so many. Default: 10 in a run.",
+        "The samples of every so many steps are kept too, beside those of the newest steps and the first. Default: a "
+        "tenth of max_steps.",
         ge=1,
+        usual=(1, 1e6),
         only_for=needs("rollout_dump_steps", "rollout_dump_steps keeps all steps, or none"),
     )
     ppo_epochs: int = option(1, "Passes over each batch.", ge=1, usual=(1, 100))

@@ -83,7 +83,6 @@ EXEMPT = {
     "eval_steps": "may be above max_steps: never",
     "logging_steps": "may be above max_steps: never",
     "rollout_dump_steps": "may be above max_steps: never",
-    "rollout_dump_every": "may be above max_steps: never",
     "kl_horizon": "a large one does not adapt",
     "staleness_threshold": "only counts",
     "critic_warmup": "may be above max_steps: the critic alone learns",
