@@ -61,11 +61,11 @@ class OwnTransport(BroadcastTransport):
 REWARD = """
 from pathlib import Path
 
-def two(response: str, ground_truth: str) -> float:
+def two(response: str, ground_truth: str, config) -> float:
     tracked = Path(__file__).parent / "run" / "own.txt"
     if tracked.exists() and "step 2" in tracked.read_text():
         raise RuntimeError("the dog ate it")
-    return 2.0
+    return config.options["score"]
 """
 
 
@@ -82,7 +82,7 @@ def test_a_run_uses_the_parts_of_the_users_modules_and_ends_with_the_cause_when_
         custom_options={"own_estimator": {"by": 0.5}},
         adv_estimator="own_estimator",
         actor_train__pg_variant="own_loss",
-        rewards={"own": {"function": "own_rewards:two"}},
+        rewards={"own": {"function": "own_rewards:two", "options": {"score": 2.0}}},
         track_with=["own_tracker"],
         tracker_kwargs={"own_tracker": {"greeting": "step"}},
         weight_transport="own_transport",

@@ -16,11 +16,14 @@ from roll.base.timers import Timer
 from roll.configs.asynchronous import AsyncTrainingConfig
 from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import AdmissionSettings
+from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import PromptRequest
+from roll.rollout.recording import RolloutRecording
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.rollouter import Rollouter
 from roll.rollout.source import SampleBatch
 from roll.rollout.types import GenerateResult, Group, Trajectory
+from roll.trackers.recording import GROUPS_FILE, Recording
 from tests.usercode.fake_processes import JumpingLoop
 
 BATCH = 4
@@ -255,11 +258,18 @@ class Waiting(Scripted):
         self.wall += 10.0 / BATCH
 
 
-def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_replaced():
+class NoEngines:
+    """One engine, which is not asked."""
+
+    world_size = 1
+
+
+def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_recorded_and_replaced(tmp_path):
     async def run() -> None:
         worker = Waiting([1])
         bounds = AdmissionSettings(batch_size=BATCH, ratio=1.0, total=3 * BATCH, max_age_s=60.0)
-        made = Rollouter(worker, bounds, options(), wall_clock=lambda: worker.wall)
+        recording = RolloutRecording(Recording(tmp_path), EnginePool(NoEngines(), 0, 1))
+        made = Rollouter(worker, bounds, options(), wall_clock=lambda: worker.wall, recording=recording)
         await made.advance(0)
         first = await made.next_batch()
         assert prompts_of(first) == [0, 1, 2, 3] and first.metrics["dropped_expired_samples"] == 0
@@ -277,6 +287,10 @@ def test_samples_that_waited_too_long_for_the_trainer_are_dropped_counted_and_re
         await made.close()
 
     asyncio.run(run())
+    groups = [json.loads(line) for line in (tmp_path / GROUPS_FILE).read_text().splitlines()]
+    ends = [(group["step"], group["number"], group.get("dropped", "consumed")) for group in groups]
+    assert ends[:BATCH] == [(1, number, "consumed") for number in range(4)]
+    assert ends[BATCH:] == [(2, n, "expired") for n in range(4, 8)] + [(2, n, "consumed") for n in range(8, 12)]
 
 
 def test_a_limit_on_the_age_that_no_batch_can_meet_is_named_at_the_deadline():
