@@ -28,7 +28,7 @@ from roll.report.read import Run
 from roll.trackers.sample_files import read_about
 
 CHECKED = ("loss", "pg_loss", "ratio_mean", "ratio_max", "clip_fraction", "policy_kl")
-"""Metrics of the training that must be those that the run logged."""
+"""Metrics of the training that must equal the logged ones."""
 
 SINGLE, HALF = 1e-5, 2e-2
 """Relative difference to the logged metrics that is allowed in fp32 and in half precision."""

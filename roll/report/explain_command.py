@@ -60,7 +60,7 @@ def _sentences(explained: Explained) -> str:
 
     samples, tokens = len(explained.rows), sum(len(row["response_ids"]) for row in explained.rows)
     moved = explained.moved != 0
-    checked = explained.unchecked or "the loss and its metrics are those that the run logged"
+    checked = explained.unchecked or "loss and metrics equal the logged ones"
     if not bool(moved.any()):
         return f"Step {explained.step}: no token has a gradient: the samples of each group have equal scores."
     return (

@@ -34,7 +34,7 @@ PARTS = (
 LEAST_SAMPLES = 8
 """Samples below which their mean score says nothing."""
 
-MOST_NOISE_TOKENS = 100
+LEAST_TOKENS = 100
 """Tokens below which means of tokens say nothing."""
 
 Kind = Literal["bad", "warn", "ok"]
@@ -191,7 +191,7 @@ def right_scores_less(run: Run) -> Iterator[RunFinding]:
 
 
 def one_engine_apart(run: Run) -> Iterator[RunFinding]:
-    """The samples of one engine are much further from the trainer's log-probs than those of the others."""
+    """The samples of one engine are much further from the trainer's log-probs than the samples of other engines."""
     if not run.dumped:
         return
     distances: defaultdict[int, list[float]] = defaultdict(list)
@@ -199,7 +199,7 @@ def one_engine_apart(run: Run) -> Iterator[RunFinding]:
         trained, sampled = row.get("train_log_probs") or row.get("old_log_probs"), row.get("behavior_log_probs")
         if isinstance(row.get("engine"), int) and trained and sampled:
             distances[row["engine"]] += [abs(a - b) for a, b in zip(trained, sampled, strict=False)]
-    means = {engine: fmean(values) for engine, values in distances.items() if len(values) >= MOST_NOISE_TOKENS}
+    means = {engine: fmean(values) for engine, values in distances.items() if len(values) >= LEAST_TOKENS}
     if len(means) > 1:
         worst = max(means, key=lambda engine: means[engine])
         others = median(value for engine, value in means.items() if engine != worst)
@@ -217,7 +217,7 @@ def truncated_sampling(run: Run) -> Iterator[RunFinding]:
             entropies.append(each)
     sampling = "actor_infer.generating_args"
     cuts = run.key(f"{sampling}.top_p", 1) < 1 or run.key(f"{sampling}.top_k", 0) > 0
-    if len(gaps) < MOST_NOISE_TOKENS or (cuts and run.key("on_truncated_sampling") == "replay"):
+    if len(gaps) < LEAST_TOKENS or (cuts and run.key("on_truncated_sampling") == "replay"):
         return
     gap, noise = fmean(gaps), stdev(gaps) / math.sqrt(len(gaps))
     if gap < -max(6 * noise, 0.1 * fmean(entropies)):

@@ -104,12 +104,18 @@ class Run:
         return [] if self.dump is None else dumped_steps(self.dump)
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Rows of the dump of a step; none where it cannot be read."""
-        try:
-            rows = [] if self.dump is None else read_samples(self.dump, step)
-        except (OSError, ValueError):
-            return []
-        return [row for row in rows if _is_sample(row)]
+        """Rows of the dump of a step, which is read once; none where it cannot be read."""
+        if step not in self._samples:
+            try:
+                rows = [] if self.dump is None else read_samples(self.dump, step)
+            except (OSError, ValueError):
+                rows = []
+            self._samples[step] = [row for row in rows if _is_sample(row)]
+        return self._samples[step]
+
+    @cached_property
+    def _samples(self) -> dict[int, list[dict[str, Any]]]:
+        return {}
 
 
 def read_run(folder: Path, now: float | None = None) -> Run:

@@ -152,7 +152,7 @@ def _continues(before: Run, after: Run) -> bool:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves a run to whoever has the URL, which holds a random token, and is on this machine."""
+    """Serves a run on this machine; the URL holds a random token, without which every request is refused."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         super().__init__((LOOPBACK, port), _Handler)

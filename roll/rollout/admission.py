@@ -157,7 +157,7 @@ class Admission(Generic[T]):
         self._paused_for: Counter[str] = Counter()
         self._to_resubmit: list[PromptRequest] = []
         self.on_discard: Callable[[FinishedGroup[T], str], None] = lambda finished, reason: None
-        """Is told of every ready group that is dropped, and of the reason."""
+        """Called with every ready group that is dropped, and the reason."""
 
     @property
     def learning_version(self) -> int:

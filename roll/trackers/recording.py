@@ -1,7 +1,7 @@
 """What a run records beside its metrics: spans.jsonl, who did what when, and groups.jsonl, what became of each group.
 
-Every process of the run may append; what it adds for a step is one write. Neither file is needed to continue a run, so
-one that cannot be written is given up with a warning.
+Every process of the run may append; what it adds for a step is one write. Neither file is needed to continue a run: an
+error while one is written is a warning, and that file gets no further lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Recording:
     def __init__(self, folder: str | Path) -> None:
         """Writes nothing yet."""
         self._folder = Path(folder)
-        self._given_up: set[str] = set()
+        self._failed: set[str] = set()
 
     def begin(self, step: int) -> None:
         """Removes what was recorded after `step`, where the run resumes; everything for 0, a new run."""
@@ -48,7 +48,7 @@ class Recording:
             try:
                 write_whole(path, partial(_write, kept))
             except RunError as error:
-                self._give_up(name, error)
+                self._stop_writing(name, error)
 
     def spans(self, who: str, step: int, spans: Iterable[Span]) -> None:
         """Appends `{"who", "what", "step", "start", "end"}` for each span."""
@@ -66,7 +66,7 @@ class Recording:
 
     def _append(self, name: str, entries: Iterable[Mapping[str, Any]]) -> None:
         lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
-        if not lines or name in self._given_up:
+        if not lines or name in self._failed:
             return
         try:
             descriptor = os.open(self._folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -75,10 +75,10 @@ class Recording:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            self._give_up(name, error)
+            self._stop_writing(name, error)
 
-    def _give_up(self, name: str, error: Exception) -> None:
-        self._given_up.add(name)
+    def _stop_writing(self, name: str, error: Exception) -> None:
+        self._failed.add(name)
         logger.warning("%s: not written from now on: %s", self._folder / name, error)
 
 

@@ -34,7 +34,7 @@ class StopTimes(Generic[KeyT]):
         self._last = 0.0
 
     def overdue(self, now: float, processes: Iterable[KeyT]) -> list[KeyT]:
-        """Looks at these processes, and returns those that have been stopped longer than the grace."""
+        """The processes that have been stopped for longer than the grace; call it regularly."""
         known = self._since if now - self._last <= self._gap_s else {}
         self._last = now
         self._since = {each: known.get(each, now) for each in processes if self._is_stopped(each)}

@@ -89,7 +89,7 @@ def _run(command: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord
 
 
 def _progress(file: Path, say: Say) -> Callable[[], None]:
-    """A function that says the lines that a run has added; those that a resumed run keeps were said before."""
+    """A function that prints the lines a run has added, without the lines that a resumed run kept."""
     said = read_metrics(file)
 
     def poll() -> None:

@@ -106,8 +106,6 @@ class RLLearner(ActorLearner):
         self._written: Batch | None = None
         """The samples of this step with what is known of them, for `rollout_dump_dir`."""
         self._dumping: Awaitable[None] | None = None
-        self._first_gives_old = False
-        """Whether the first optimizer step of this batch gives old log-probs."""
         self._updated = False
         """Whether an optimizer step was made; the checks of the first step are over then."""
         self._steps_without_gradient = 0
@@ -124,7 +122,6 @@ class RLLearner(ActorLearner):
         data = batch.data
         warming = self._critic is not None and step <= self._config.critic_warmup
         given = range(0) if warming else self._given_by_training(data)
-        self._first_gives_old = bool(given)
         log_probs, values = await self._with_critic(
             self._log_probs(data, given, clock), lambda critic: self._values(data, critic, clock)
         )
@@ -146,9 +143,9 @@ class RLLearner(ActorLearner):
                 lambda critic: self._train_critic(ready, mask, critic, clock),
             )
         except Exception:
-            await asyncio.gather(self._dump(step), return_exceptions=True)
+            await asyncio.gather(self._dump(step, bool(given)), return_exceptions=True)
             raise
-        self._dumping = self._dump(step)
+        self._dumping = self._dump(step, bool(given))
         metrics |= trained | critic_trained
         if warming:
             self._steps_without_gradient += 1
@@ -179,11 +176,11 @@ class RLLearner(ActorLearner):
             return done[0], done[1]
         return await actor, await critic(self._critic)
 
-    def _dump(self, step: int) -> Awaitable[None]:
-        """Writes the samples on a thread, while the weights are sent."""
+    def _dump(self, step: int, first_gives_old: bool) -> Awaitable[None]:
+        """Writes the samples on a thread, while the weights are sent; says whether training gave old log-probs."""
         config, data = self._config, self._written
         about = {"policy": asdict(self._loss_config), "length": config.max_sequence_length}
-        about |= {"passes": config.ppo_epochs, "first_gives_old": self._first_gives_old}
+        about |= {"passes": config.ppo_epochs, "first_gives_old": first_gives_old}
 
         def write() -> None:
             if self._keeps_samples and data is not None:
