@@ -13,9 +13,6 @@ from typing import Any
 from roll.base.errors import Problem
 from roll.compat.recipe import ABSENT, SGLANG, Recipe
 from roll.compat.rules import USER_SECTIONS, Test
-from roll.compat.systems.roll import freezes_text
-
-TRAINED_ROLES = "actor_train sft_train student student_train"
 
 MEGATRON_ROLES = "actor_train sft_train reference student student_train teacher"
 
@@ -141,7 +138,7 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
     "several teachers, or a teacher of some tags": (_teachers,),
     "rollouts without training": (_rollout_only,),
     "DeepSpeed training": _trained_by("deepspeed_train*"),
-    "FSDP training": _trained_by("fsdp*_train", "hf_train"),
+    "training by transformers": _trained_by("hf_train"),
     "images": (*_models(VISION), _of_roles("data_args.template", VISION), _classes("env_manager_cls", "VL*")),
     "diffusion models": (_of_roles("model_args.model_type", _is("diffusion*")),),
     "mixtures of experts": (
@@ -155,7 +152,6 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
         _given("finetuning_type adapter peft_type tuner_type train_type", _is("*lora*")),
     ),
     "quantised training": (_given("load_in_4bit load_in_8bit quantization_bit bnb_config quantization_config"),),
-    "frozen parts of a model": (_of_roles("model_args.freeze_module_prefix", freezes_text, TRAINED_ROLES),),
     "training in fp8": (_of_roles(f"{OPTIONS}.fp8"),),
     "context parallelism": (
         _of_roles(f"{OPTIONS}.context_parallel_size", _above_one),

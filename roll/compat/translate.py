@@ -18,6 +18,7 @@ from roll.compat.systems.async_trainers import (
     read_importance_sampling,
     read_trainer_type,
 )
+from roll.compat.systems.fsdp import read_fsdp
 from roll.compat.systems.roll import ROLL
 from roll.compat.systems.roll_recipes import (
     PURE_OPD_KIND,
@@ -100,6 +101,7 @@ def translate(
     if from_roll:
         drop_nulls(recipe, pipeline, RULES, root)
     read_engine(recipe)
+    read_fsdp(recipe)
     read_roll_keys(recipe)
     if pipeline == "dpo":
         read_pairs(recipe)

@@ -90,12 +90,23 @@ class MegatronModelArguments(ModelArguments):
     )
 
 
+def _names(value: Any) -> Any:
+    """The names of one text with commas; any other value unchanged."""
+    return [name for part in value.split(",") if (name := part.strip())] if isinstance(value, str) else value
+
+
 @dataclass
 class TrainModelArguments(MegatronModelArguments):
     """A model that is trained."""
 
     disable_gradient_checkpointing: bool = option(
         False, "If false, strategy_config.recompute_granularity applies; true allows no recompute_granularity."
+    )
+    freeze_module_prefix: list[str] = option(
+        factory=list,
+        parse=_names,
+        help="Weights that are not trained: beginnings of their names in the model's folder, or in Megatron, such as "
+        "`model.embed_tokens` or `model.layers.0.`; a list, or one text with commas.",
     )
 
 

@@ -168,7 +168,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_normalizers = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         hidden_gradient = torch.zeros_like(_multiplied(hidden))
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in _chunks(hidden, weight):
             logits = ctx.logits.pop(0)
             if logits is None:
@@ -181,11 +181,13 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 part = replace(spec, first_token=spec.first_token + columns.start, tokens=columns.stop - columns.start)
                 gradient = _logit_gradient(logits[:, columns], *of, part, hidden.dtype)
                 hidden_gradient[rows] += _gradient_product(gradient, weight[columns])
-                _add_product(weight_gradient[columns], gradient.t(), hidden[rows])
+                if weight_gradient is not None:
+                    _add_product(weight_gradient[columns], gradient.t(), hidden[rows])
             del logits, gradient  # before the next chunk needs that memory
         if spec.group is not None and spec.reduce_hidden_gradient:
             dist.all_reduce(hidden_gradient, group=spec.group)
-        return hidden_gradient.to(hidden.dtype), weight_gradient.to(weight.dtype), *[None] * 7
+        of_weight = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        return hidden_gradient.to(hidden.dtype), of_weight, *[None] * 7
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from roll.models.families.family import LayerTraits
 from roll.models.operators import RotaryTable, rms_norm, swiglu, take_rows
 
 
@@ -35,12 +36,12 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         self.weight = _norm_weight(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to the same shape."""
-        return rms_norm(x, self.weight, self.eps)
+        return _normed(x, self.weight, self.eps, self.centred)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron is not typed
@@ -49,14 +50,28 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # M
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
-        self.eps = config.layernorm_epsilon
+        self.eps, self.centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Normalizes [S, B, H] before the linear gathers a sequence-parallel input."""
         result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-            rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs
+            _normed(x, self.layer_norm_weight, self.eps, self.centred), *args, **kwargs
         )
         return result
+
+
+class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """A linear whose columns are split over tensor-parallel ranks, followed by RMSNorm of their sum."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.output_norm_weight = _norm_weight(config, output_size)
+        self.eps, self.centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[S, B, H / T] to [S, B, H], or to this rank's part of the sequence."""
+        output, bias = super().forward(x)
+        return _normed(output, self.output_norm_weight, self.eps, self.centred), bias
 
 
 @dataclass
@@ -73,6 +88,13 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]  # Megatron is not t
     collapse: torch.Tensor | None = None
 
 
+class LayerRotary(NamedTuple):
+    """The rotary embedding of a layer, and the last tokens that it attends to; None: all."""
+
+    table: RotaryTable
+    window: int | None = None
+
+
 class CausalAttention(torch.nn.Module):
     """Rotary embedding and causal attention, without materialized scores or masks.
 
@@ -84,15 +106,21 @@ class CausalAttention(torch.nn.Module):
 
     Args:
         config: not used, but Megatron passes it.
-        rotary: table shared by all layers.
+        rotary: of each layer of the model.
+        layer_number: of this layer, from 1.
         softmax_scale: None is 1 / sqrt(head size).
     """
 
     def __init__(
-        self, config: TransformerConfig, rotary: RotaryTable, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        rotary: Sequence[LayerRotary],
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
-        self.rotary = rotary
+        self.rotary, self.window = rotary[layer_number - 1]
         self.scale = softmax_scale
 
     def forward(
@@ -130,7 +158,8 @@ class CausalAttention(torch.nn.Module):
         attend = varlen_attention()
         assert attend is not None
         samples = [packed.cu_seqlens_q] * 2 + [packed.max_seqlen_q] * 2
-        options = {"scale": self.scale, "window_size": (-1, 0), "enable_gqa": query.shape[1] != key.shape[1]}
+        window = (-1 if self.window is None else self.window - 1, 0)
+        options = {"scale": self.scale, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
         context: torch.Tensor = attend(query[0].transpose(0, 1), key[0].transpose(0, 1), value, *samples, **options)
         return context.flatten(1)[:, None]
 
@@ -146,8 +175,11 @@ class CausalAttention(torch.nn.Module):
         dtype, grouped = query.dtype, query.shape[1] != key.shape[1]
         if query.device.type == "cpu":
             query, key, value = query.float(), key.float(), value.float()
+        length, near = query.shape[2], None
+        if self.window is not None and length > self.window:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_().triu_(1 - self.window)
         context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped
+            query, key, value, attn_mask=near, is_causal=near is None, scale=self.scale, enable_gqa=grouped
         )  # fmt: skip
         return context.to(dtype)
 
@@ -189,17 +221,30 @@ class SwiGLU(torch.nn.Module):
         return {}
 
 
-class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
-    """The module for each part of a layer; `rotary` is shared by all layers."""
+class GeGLU(SwiGLU):
+    """The same with GELU in its tanh form in place of SiLU."""
 
-    def __init__(self, rotary: RotaryTable) -> None:
-        self.rotary = rotary
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, 2F] to [S, B, F]."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
+class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+    """The module for each part of a layer; `rotary` has that of every layer."""
+
+    def __init__(self, rotary: Sequence[LayerRotary], traits: LayerTraits) -> None:
+        self.rotary, self.traits = rotary, traits
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
         return NormColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The last linear of attention and MLP."""
+        return NormedRowParallelLinear if self.traits.output_norms else RowParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """Norms that are not fused with a linear: final, query and key."""
@@ -209,12 +254,12 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return partial(CausalAttention, rotary=self.rotary)
 
     def activation_func(self) -> type:
-        return SwiGLU
+        return GeGLU if self.traits.gelu else SwiGLU
 
 
-def local_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
+def local_layer_spec(qk_norm: bool, rotary: Sequence[LayerRotary], traits: LayerTraits) -> ModuleSpec:
     """Spec of a dense decoder layer with these modules."""
-    backend = TorchSpecProvider(rotary)
+    backend = TorchSpecProvider(rotary, traits)
     head_norm = backend.layer_norm(for_qk=True) if qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_layer_norm_linear(),
@@ -235,6 +280,13 @@ def local_layer_spec(qk_norm: bool, rotary: RotaryTable) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, centred: bool) -> torch.Tensor:
+    """RMSNorm with `weight`, or in fp32 with 1 + `weight`, which half precision would round."""
+    if not centred:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:

@@ -50,13 +50,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotary_frequencies(rotary: RotaryConfig, head_size: int) -> torch.Tensor:
-    """Angle per position of each pair of channels, [head_size / 2] float32.
+    """Angle per position of each pair of rotated channels, [head_size x share / 2] float32.
 
-    f_i = base^(-2i / head_size). Kind `linear` divides all by the factor; kind `llama3` divides those whose
+    f_i = base^(-2i / (head_size x share)). Kind `linear` divides all by the factor; kind `llama3` divides those whose
     wavelength exceeds original_positions / low_frequency_factor, keeps those below original_positions /
     high_frequency_factor, and blends linearly (in turns over original_positions) between.
     """
-    exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    rotated = int(head_size * rotary.share)
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     frequencies = 1.0 / (rotary.base**exponent)
     if rotary.kind == "default":
         return frequencies
@@ -72,15 +73,16 @@ class RotaryTable:
     """Cosines and sines of the positions used so far, shared by all layers of a model.
 
     Args:
-        frequencies: [D / 2] float32, on the model's device.
+        frequencies: [R / 2] float32, on the model's device; of D channels of a head the first R are rotated.
+        pairs: a rotation is of channels 2i and 2i + 1, and not of i and i + R/2.
     """
 
-    def __init__(self, frequencies: torch.Tensor) -> None:
-        self._frequencies = frequencies
+    def __init__(self, frequencies: torch.Tensor, pairs: bool = False) -> None:
+        self._frequencies, self._pairs = frequencies, pairs
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Rotates each channel pair (i, i + D/2) of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous.
+        """Rotates each channel pair i of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous.
 
         Args:
             x: [S, B, N, D].
@@ -93,17 +95,18 @@ class RotaryTable:
             self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cosine, sine = self._tables[x.dtype]
         cosine, sine = (table[:length] if positions is None else table[positions] for table in (cosine, sine))
-        rotated: torch.Tensor = _Rotate.apply(x, cosine, sine)  # type: ignore[no-untyped-call]
+        rotated: torch.Tensor = _Rotate.apply(x, cosine, sine, self._pairs)  # type: ignore[no-untyped-call]
         return rotated
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, pairs: bool) -> torch.Tensor:
         ctx.save_for_backward(cosine, sine)
+        ctx.pairs = pairs
         length, batch, heads, size = x.shape
         rotated = x.new_empty(batch, heads, length, size)
-        _rotate_into(x.permute(1, 2, 0, 3), cosine, sine, 1.0, rotated)
+        _rotate_into(x.permute(1, 2, 0, 3), cosine, sine, 1.0, rotated, pairs)
         return rotated
 
     @staticmethod
@@ -111,19 +114,28 @@ class _Rotate(torch.autograd.Function):
         cosine, sine = ctx.saved_tensors
         batch, heads, length, size = gradient.shape
         back = gradient.new_empty(length, batch, heads, size)
-        _rotate_into(gradient, cosine, sine, -1.0, back.permute(1, 2, 0, 3))
-        return back, None, None
+        _rotate_into(gradient, cosine, sine, -1.0, back.permute(1, 2, 0, 3), ctx.pairs)
+        return back, None, None, None
 
 
 def _rotate_into(
-    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: float, out: torch.Tensor
+    x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: float, out: torch.Tensor, pairs: bool
 ) -> None:
     """Writes the rotation of [B, N, S, D] by +angle (direction 1) or -angle (direction -1) to `out`."""
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    rotated = 2 * cosine.shape[-1]
+    if rotated < x.shape[-1]:
+        out[..., rotated:].copy_(x[..., rotated:])
+        x, out = x[..., :rotated], out[..., :rotated]
+    first, second, out_first, out_second = (part for each in (x, out) for part in _of_pairs(each, pairs))
     torch.mul(first, cosine, out=out_first)
     out_first.addcmul_(second, sine, value=-direction)
     torch.mul(second, cosine, out=out_second)
     out_second.addcmul_(first, sine, value=direction)
+
+
+def _of_pairs(x: torch.Tensor, neighbours: bool) -> tuple[torch.Tensor, ...]:
+    """The first channels of all rotations, and the second ones, as views."""
+    return (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, dim=-1)
 
 
 def take_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

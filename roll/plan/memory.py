@@ -17,6 +17,7 @@ from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig
 from roll.hub.names import local_model
+from roll.models.families.frozen import frozen_names, frozen_parameters
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.shape import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES, ModelShape, read_model_shape
 
@@ -95,10 +96,11 @@ def _training_stage(
     size, critic = DTYPE_BYTES[worker.model_args.dtype], worker.value_head
     count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
-    optimizer, host = _optimizer(worker, count, gradient)
+    trained = count - _frozen(worker, shape, stage)
+    optimizer, host = _optimizer(worker, trained, gradient)
     states = [
         MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
-        MemoryLine("gradients", count * gradient, f"{count:,} parameters x {gradient} B"),
+        MemoryLine("gradients", trained * gradient, f"{trained:,} parameters x {gradient} B"),
         optimizer,
     ]
     last = stage == layout.pipeline - 1
@@ -116,6 +118,15 @@ def _training_stage(
         passes += [_forward_lines(config, worker, shape, platform, last and not critic)]
     largest = max(passes, key=lambda lines: sum(line.bytes for line in lines))
     return MemoryPlan(role, f"pipeline stage {stage} of {layout.pipeline}", [*states, *largest], host)
+
+
+def _frozen(worker: TrainedRoleConfig, shape: ModelShape, stage: int) -> int:
+    """Parameters of a rank that are not trained; 0 where `freeze_module_prefix` is wrong, which a check reports."""
+    with contextlib.suppress(ValueError):
+        frozen = frozen_names(shape, worker.model_args.freeze_module_prefix)
+        layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
+        return frozen_parameters(shape, frozen, stage, layers, worker.layout.tensor) if frozen else 0
+    return 0
 
 
 def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
@@ -173,13 +184,14 @@ def _layer_values(worker: TrainedRoleConfig, shape: ModelShape, platform: str) -
     """
     megatron, tensor, model = worker.strategy_args.strategy_config, worker.layout.tensor, worker.model_args
     fused = platform == "cuda" and megatron.bias_activation_fusion is not False
-    engine = platform == "cuda" and model.dtype != "fp32" and model.attn_implementation != "sdpa"
+    engine = platform == "cuda" and model.dtype != "fp32" and model.attn_implementation != "sdpa" and shape.is_plain
     hidden = shape.hidden // (tensor if megatron.sequence_parallel else 1)
     norm = (5 if platform == "cpu" and model.dtype != "fp32" else 2) * hidden
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
     attention = 2 * query + 2 * kv if engine else 4 * query + 3 * kv
     mlp = (3 if fused else 4) * shape.intermediate // tensor
-    saved, recomputed = 2 * norm + attention + mlp, 0
+    norms = 2 * norm + (2 * hidden if shape.family.traits.output_norms else 0)
+    saved, recomputed = norms + attention + mlp, 0
     if megatron.recompute_granularity == "selective":
         if "core_attn" in megatron.recompute_modules and not engine:
             saved, recomputed = saved - query - kv, 2 * query + kv

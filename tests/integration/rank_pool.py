@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class RankContext:
         packed: bool = False,
         critic: bool = False,
         reward_model: bool = False,
+        frozen_parts: Sequence[str] = (),
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next.
@@ -96,7 +98,9 @@ class RankContext:
         else:
             kind_of_role = RewardModelTrainConfig if reward_model else CriticConfig if critic else ActorTrainConfig
             worker = kind_of_role(
-                model_args=TrainModelArguments(model_name_or_path=str(model), dtype=dtype),
+                model_args=TrainModelArguments(
+                    model_name_or_path=str(model), dtype=dtype, freeze_module_prefix=[*frozen_parts]
+                ),
                 training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
                 strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
                 **own,

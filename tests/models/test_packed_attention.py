@@ -11,7 +11,9 @@ LENGTHS = [3, 5, 5, 1, 7]
 
 
 def attention(device="cpu"):
-    return local_spec.CausalAttention(None, RotaryTable(torch.linspace(1.0, 0.1, 4).to(device)), 0.3)
+    return local_spec.CausalAttention(
+        None, [local_spec.LayerRotary(RotaryTable(torch.linspace(1.0, 0.1, 4).to(device)))], 1, 0.3
+    )
 
 
 def packed(device="cpu"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from roll.compat.rules import Table, read_rules
 
@@ -52,14 +51,7 @@ VISION_PART = re.compile(r"vis(ion|ual)|image|video|audio|talker|code2wav|projec
 """Parts of a model that one for text does not have, such as `vision_model.blocks`."""
 
 
-def freezes_text(value: Any) -> bool:
-    """Whether `freeze_module_prefix` names a part that a model for text has."""
-    names = value.split(",") if isinstance(value, str) else value or []
-    return not isinstance(names, list) or any(not VISION_PART.search(str(name)) for name in names)
-
-
 ROLL_TESTS = {
-    "vision": lambda value: not freezes_text(value),
     "policy": lambda value: isinstance(value, dict) and value.get("proxy_type") == "policy",
 }
 """Further words of the rules."""
@@ -199,7 +191,6 @@ model_args.device_map: device_mapping places the ranks
 model_args.gradient_checkpointing_use_reentrant: Megatron recomputes in its own way
 model_args.model_config_kwargs if off: the model's config.json is used as it is; change it there
 model_args.moe_aux_loss_coef: the model families here are dense
-model_args.freeze_module_prefix if vision: a model for text has no such part, and all of it is trained
 model_args.ulysses_size if null 0 1: context parallelism is not available
 model_args.vision_dp if off: the model families here read text
 model_args.lora_*: there is no LoRA without lora_target

@@ -12,6 +12,7 @@ from roll.base.schema import declared, section_of
 from roll.compat.recipe import MEGATRON, TRAINING, Recipe, is_count, shown
 from roll.compat.rules import RuleBook
 from roll.compat.systems import roll_losses
+from roll.compat.systems.roll import VISION_PART
 from roll.compat.systems.roll_rewards import read_rewards
 from roll.configs.agentic import ADJUSTMENTS
 from roll.configs.devices.parallel_layout import spans
@@ -24,8 +25,8 @@ MARKS = ("hydra", "reward_pretrain", "value_clip", "checkpoint_config", "custom_
 PACKED_ROLES = ("actor_train", "reference", "critic", "reward")
 """Roles that compute whole sequences, and so choose whether they pad them."""
 
-FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "fsdp2_infer", "fsdp_infer", "vllm", "sglang")
-"""Engines that a reference may have in ROLL."""
+FORWARD_ENGINES = ("hf_infer", "deepspeed_infer", "vllm", "sglang")
+"""Engines that a reference may have in ROLL, beside Megatron and FSDP."""
 
 STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
 """The role that learns from a teacher alone in recipes of ROLL, and the key that says so here."""
@@ -55,6 +56,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     read_rewards(recipe)
     _read_distillation(recipe)
     _read_remove_padding(recipe)
+    _read_frozen(recipe)
 
 
 def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
@@ -138,6 +140,26 @@ def _read_remove_padding(recipe: Recipe) -> None:
             recipe.note(path, f"is read as {ours}: {shown(removes)}")
         else:
             recipe.note(path, f"says the same as {ours}" if packs is removes else f"{ours} decides")
+
+
+def _read_frozen(recipe: Recipe) -> None:
+    """Drops frozen parts that a model for text does not have, and those of roles that are not trained."""
+    for role in ("actor_train", "critic", "reference", "actor_infer", "reward", "judge"):
+        path = f"{role}.model_args.freeze_module_prefix"
+        given = recipe.get(path)
+        names = given.split(",") if isinstance(given, str) else given
+        if not isinstance(names, list) or not names:
+            continue
+        if role not in ("actor_train", "critic"):
+            recipe.drop(path, "nothing of this model is trained")
+            continue
+        absent = [str(name).strip() for name in names if VISION_PART.search(str(name))]
+        kept = [name for name in names if str(name).strip() not in absent]
+        if not kept:
+            recipe.drop(path, "a model for text has no such part, and all of it is trained")
+        elif absent:
+            recipe.put(path, kept)
+            recipe.note(path, f"{', '.join(absent)} has no effect: a model for text has no such part")
 
 
 def _read_critic(recipe: Recipe) -> None:

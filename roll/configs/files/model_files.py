@@ -10,13 +10,14 @@ from pathlib import Path
 
 from roll.base.errors import Finding, error, missing, unreachable, warning
 from roll.base.text import either
-from roll.configs.devices.megatron import MegatronTrainConfig, check_recompute, stage_layers
+from roll.configs.devices.megatron import MegatronTrainConfig, check_recompute, part_layers, stage_layers
 from roll.configs.files.folders import absence
 from roll.configs.pipeline import BaseConfig, RLConfig
-from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig
+from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import SCORING_MODELS, JudgeConfig, ScoringEngineConfig
 from roll.hub.names import CONFIG_NAME, hub_name, local_model, other_reading
 from roll.hub.special_tokens import read_tokenizer
+from roll.models.families.frozen import frozen_names, untrained_part
 from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_positions
 from roll.models.families.registry import value_architectures
 from roll.models.families.shape import ModelShape, RotaryConfig, read_model_shape
@@ -60,6 +61,8 @@ def check_models(config: BaseConfig) -> Iterator[Finding]:
             yield missing(path, _model_absence(name))
         if shape is not None:
             yield from _check_splits(role, worker, shape)
+            yield from _check_frozen(role, worker, shape)
+            yield from _check_kernel(role, worker, shape)
             if role == "reference" and isinstance(config, RLConfig) and config.opd_top_k is not None:
                 yield from _check_top_k(config, config.opd_top_k, shape)
             if name not in seen and role not in SCORING_MODELS:  # their tokens are others; longer texts have no score
@@ -220,6 +223,34 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape) -> Iterator[
         except ValueError as broken:
             key, reason = str(broken).split(": ", 1)
             yield error(f"{role}.strategy_args.strategy_config.{key}", reason)
+
+
+def _check_frozen(role: str, worker: RoleConfig, shape: ModelShape) -> Iterator[Finding]:
+    if not isinstance(worker, TrainedRoleConfig):
+        return
+    try:
+        frozen = frozen_names(shape, worker.model_args.freeze_module_prefix)
+    except ValueError as reason:
+        yield error(f"{role}.model_args.freeze_module_prefix", str(reason))
+        return
+    with contextlib.suppress(ValueError):  # layers that do not fit the stages are reported by `_check_splits`
+        parts = part_layers(shape.layers, worker.strategy_args.strategy_config)
+        if untrained := untrained_part(shape, frozen, parts):
+            yield error(f"{role}.model_args.freeze_module_prefix", untrained)
+
+
+def _check_kernel(role: str, worker: RoleConfig, shape: ModelShape) -> Iterator[Finding]:
+    """Transformer Engine computes the layers of the model, where its attention is asked for."""
+    if not isinstance(worker, MegatronRoleConfig) or shape.is_plain:
+        return
+    why = f"torch's operators compute the layers of a {shape.architecture}"
+    if worker.model_args.attn_implementation == "fa2":
+        yield warning(f"{role}.model_args.attn_implementation", f"fa2 has no effect: {why}")
+    options, path = worker.strategy_args.strategy_config, f"{role}.strategy_args.strategy_config"
+    if options.attention_backend != "auto":
+        yield warning(f"{path}.attention_backend", f"{options.attention_backend} has no effect: {why}")
+    if options.apply_rope_fusion:
+        yield error(f"{path}.apply_rope_fusion", f"true needs Transformer Engine, and {why}; leave it out")
 
 
 def _splits(shape: ModelShape, trained: bool) -> list[int]:

@@ -228,7 +228,9 @@ def _scored_rows(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 
 def _wait_for_gather(wrapped: torch.nn.Module, weight: torch.Tensor) -> None:
     """With `overlap_param_gather`, waits for a weight that no module's forward pass reads: Megatron's hooks do not."""
-    if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_param_gather:
+    if not isinstance(wrapped, DistributedDataParallel) or not weight.requires_grad:
+        return
+    if wrapped.ddp_config.overlap_param_gather:
         wrapped.param_to_bucket_group[weight].finish_param_sync()
 
 

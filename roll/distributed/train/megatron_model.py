@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,12 @@ from roll.configs.devices.megatron import (
     virtual_stages,
 )
 from roll.models.families.layouts import padded_vocabulary
-from roll.models.families.shape import ModelShape
+from roll.models.families.shape import ModelShape, RotaryConfig
+from roll.models.hf_import import rules_of
 from roll.models.operators import RotaryTable, rotary_frequencies
+
+if TYPE_CHECKING:
+    from roll.models.local_spec import LayerRotary
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +127,21 @@ def _build_stage(
     )
     if options.transformer_engine:
         stage.rotary_pos_emb.inv_freq = _frequencies(model)
+    if stage.pre_process and model.family.traits.scaled_embedding:
+        stage.embedding.register_forward_hook(lambda module, inputs, output: output * model.hidden**0.5)
     return stage
+
+
+def freeze(stage: HiddenStateModel, model: ModelShape, names: Collection[str]) -> None:
+    """Weights of these names in a Hugging Face folder get no gradients, and so no state of an optimizer."""
+    parameters = dict(stage.named_parameters())
+    for rule in rules_of(stage, model):
+        if rule.hf[0] in names:
+            parameters[rule.megatron].requires_grad_(False)
+    recomputes = stage.config.recompute_granularity == "full"
+    if stage.pre_process and recomputes and not any(each.requires_grad for each in stage.embedding.parameters()):
+        # recomputation gives the weights of a layer no gradients where its input has none
+        stage.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerConfig:
@@ -149,7 +168,7 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=not (options.transformer_engine or megatron.bias_activation_fusion),
+        use_te_activation_func=not (options.transformer_engine or _fuses_activation(model, megatron)),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -172,8 +191,9 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         variable_seq_lengths=several,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
+        softmax_scale=model.query_scale,
         attention_backend=AttnBackend[megatron.attention_backend],
-        bias_activation_fusion=bool(megatron.bias_activation_fusion),
+        bias_activation_fusion=_fuses_activation(model, megatron),
         bias_dropout_fusion=bool(megatron.bias_dropout_fusion),
         apply_rope_fusion=bool(megatron.apply_rope_fusion),
         masked_softmax_fusion=False,
@@ -183,6 +203,11 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         **recompute,
         **model.family.megatron,
     )
+
+
+def _fuses_activation(model: ModelShape, megatron: MegatronConfig) -> bool:
+    """Megatron's fused kernel is that of SwiGLU."""
+    return bool(megatron.bias_activation_fusion) and not model.family.traits.gelu
 
 
 def transformer_engine_available() -> bool:
@@ -211,11 +236,22 @@ def _block_spec(
     else:
         from roll.models.local_spec import RMSNorm, local_layer_spec
 
-        rotary = RotaryTable(_frequencies(model))
-        layer, norm, name = local_layer_spec(config.qk_layernorm, rotary), RMSNorm, "local torch"
+        layer, norm, name = local_layer_spec(config.qk_layernorm, _rotary(model), model.family.traits), RMSNorm, "torch"
     layers = get_num_layers_to_build(config, vp_stage=part)
     logger.info("%s: %d of %d layers use the %s spec", model.architecture, layers, model.layers, name)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def _rotary(model: ModelShape) -> list[LayerRotary]:
+    """Of each layer; layers share tables."""
+    from roll.models.local_spec import LayerRotary
+
+    pairs, local = model.family.traits.rotary_pairs, model.local
+    everywhere = LayerRotary(RotaryTable(_frequencies(model), pairs))
+    if local is None:
+        return [everywhere] * model.layers
+    near = LayerRotary(RotaryTable(_frequencies(replace(model, rotary=RotaryConfig(local.base))), pairs), local.window)
+    return [near if is_local else everywhere for is_local in local.layers]
 
 
 def _frequencies(model: ModelShape) -> torch.Tensor:

@@ -43,6 +43,7 @@ from roll.distributed.train.megatron_model import (
     BuildOptions,
     HiddenStateModel,
     build_gpt_model,
+    freeze,
     gradient_kernel_available,
     transformer_engine_available,
 )
@@ -54,6 +55,7 @@ from roll.distributed.train.megatron_optimizer import (
 )
 from roll.distributed.train.megatron_weights import MegatronWeights
 from roll.hub.names import local_model
+from roll.models.families.frozen import frozen_names
 from roll.models.families.shape import ModelShape, known_model_shape
 from roll.models.hf_import import import_hf
 from roll.platforms.platform import Platform
@@ -210,9 +212,14 @@ class MegatronInferStrategy:
         return stages
 
     def _use_transformer_engine(self) -> bool:
-        """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it; fp32 would be rounded."""
+        """On a GPU where it is installed, unless `attn_implementation: sdpa` declines it; fp32 would be rounded.
+
+        Its spec does not compute the layers of every family.
+        """
         model = self.worker_config.model_args
         usable = self.device.type == "cuda" and transformer_engine_available()
+        if not self.model.is_plain:
+            return False
         if model.attn_implementation == "fa2" and not usable:
             raise ValueError("attn_implementation: fa2 needs platform cuda with Transformer Engine; use auto or sdpa")
         if model.attn_implementation == "sdpa" or model.dtype == "fp32":
@@ -360,6 +367,9 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def _set_up(self) -> None:
         role, megatron = self.worker_config, self.megatron
         assert isinstance(role, TrainedRoleConfig) and isinstance(megatron, MegatronTrainConfig)
+        frozen = frozen_names(self.model, role.model_args.freeze_module_prefix)
+        for stage in self.stages:
+            freeze(stage, self.model, frozen)
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
         self.forward = self._forward_pass(self.wrapped)

@@ -131,7 +131,7 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     heads = known.get("num_attention_heads")
     if heads is not None and known.get("num_key_value_heads", heads) == heads:
         shape["num_key_value_heads"] = SHAPE["num_attention_heads"]
-    if rotary := rotary_values(known):
+    if (rotary := rotary_values(known)) and not source.family.traits.local_layers:
         kind = rotary.pop("rope_type", None) or rotary.pop("type", None) or "default"
         shape["rope_parameters"] = {"rope_theta": 10000.0, **rotary, "rope_type": kind}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}

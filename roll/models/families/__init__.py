@@ -1,6 +1,6 @@
 """Model families: one file has everything that the project knows about one.
 
-To add a family, write a file here with a `ModelFamily` called FAMILY, as in `qwen3.py`, and name it in `registry.py`.
+To add a family, write a file in `known/` with a `ModelFamily` called FAMILY, as in `known/qwen3.py`.
 A family outside this package calls `register_family` in a module that `custom_modules` of the configuration or an entry
 point of the group `roll_modules` names. A new kind of layer also needs its modules in `roll/models/local_spec.py`.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from roll.models.families.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Vocabulary
+from roll.models.families.layouts import GatedPair, GroupedQKV, InputSplit, Replicated, Stacked, Vocabulary
 from roll.models.families.weights import WeightRule
 
 ONLY: dict[str, Any] = {
@@ -48,6 +49,24 @@ HEAD_NORMS = tuple(
     )
     for name in "qk"
 )
+
+FUSED_QKV = WeightRule(
+    "self_attention.linear_qkv.weight",
+    ("self_attn.qkv_proj.weight",),
+    Stacked(GroupedQKV()),
+    ("qkv_rows", "hidden"),
+    gguf=("attn_qkv.weight",),
+)
+"""Query, key and value in one tensor of a folder, which SGLang has under the same name."""
+
+FUSED_MLP = WeightRule(
+    "mlp.linear_fc1.weight",
+    ("mlp.gate_up_proj.weight",),
+    Stacked(GatedPair()),
+    ("gate_and_up", "hidden"),
+    gguf=("ffn_up.weight",),
+)
+"""Gate and up in one tensor of a folder."""
 
 LAYER = (
     WeightRule(
@@ -96,3 +115,42 @@ LAYER = (
     ),
 )
 """Weights of a layer of llama; other families add to them."""
+
+
+def output_norms(attention: str, mlp: str) -> tuple[WeightRule, ...]:
+    """The weights of `LayerTraits.output_norms`, by their names in a folder."""
+    return (
+        WeightRule(
+            "self_attention.linear_proj.output_norm_weight",
+            (f"{attention}.weight",),
+            Replicated(),
+            ("hidden",),
+            gguf=("post_attention_norm.weight",),
+        ),
+        WeightRule(
+            "mlp.linear_fc2.output_norm_weight",
+            (f"{mlp}.weight",),
+            Replicated(),
+            ("hidden",),
+            gguf=("post_ffw_norm.weight",),
+        ),
+    )
+
+
+def layer_with(*rules: WeightRule) -> tuple[WeightRule, ...]:
+    """LAYER with other rules for the same parameters of Megatron."""
+    others = {rule.megatron: rule for rule in rules}
+    return tuple(others.get(rule.megatron, rule) for rule in LAYER)
+
+
+def bounded_by_window(raw: Mapping[str, Any], default: int | None = None) -> dict[str, Any]:
+    """A config.json whose positions end with its sliding window, within which attention is causal attention.
+
+    SGLang computes no window for these families, so longer sequences are refused as those beyond the positions are.
+    `default` is the window where the file has none.
+    """
+    window = raw.get("sliding_window", default)
+    positions = raw.get("max_position_embeddings")
+    if not isinstance(window, int) or (isinstance(positions, int) and positions <= window):
+        return dict(raw)
+    return {**raw, "max_position_embeddings": window}

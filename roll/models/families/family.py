@@ -59,6 +59,30 @@ class SGLangClasses:
     reads_head_dim: bool = True
 
 
+@dataclass(frozen=True)
+class LayerTraits:
+    """What a decoder layer computes in another way than that of llama; `roll/models/local_spec.py` has it all.
+
+    Attributes:
+        output_norms: attention and MLP end with a norm, before the residual is added.
+        rotary_pairs: the two channels of one rotation are neighbours in a head, and not half of the rotated part apart.
+        partial_rotary: `partial_rotary_factor` may be below 1: the last channels of a head are not rotated.
+        local_layers: some layers, by `layer_types`, attend to the last `sliding_window` tokens alone, with a rotary
+            embedding of base `local_rope_theta`.
+        centred_norms: norms multiply by 1 + weight.
+        scaled_embedding: embeddings are multiplied by the root of the hidden size.
+        gelu: the MLP's activation is GELU in its tanh form, and not SiLU.
+    """
+
+    output_norms: bool = False
+    rotary_pairs: bool = False
+    partial_rotary: bool = False
+    local_layers: bool = False
+    centred_norms: bool = False
+    scaled_embedding: bool = False
+    gelu: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class ModelFamily:
     """Models of one architecture.
@@ -70,6 +94,7 @@ class ModelFamily:
         embedding, final_norm, head: the other weights.
         layer_prefix: of the Hugging Face names of a layer, with its index.
         megatron: options of Megatron's `TransformerConfig` that other families do not have.
+        traits: of its layers.
         settings: makes a config.json one with the keys of llama.
         templates: its chat templates by their names in `data_args.template`.
         only: options that change the computation, and the one supported value of each, which is also the default.
@@ -85,6 +110,7 @@ class ModelFamily:
     head: WeightRule = HEAD
     layer_prefix: str = "model.layers.{}."
     megatron: Mapping[str, Any] = field(default_factory=dict)
+    traits: LayerTraits = LayerTraits()
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     only: Mapping[str, Any] = field(default_factory=lambda: ONLY)
     templates: Mapping[str, ChatTemplate] = field(default_factory=dict)

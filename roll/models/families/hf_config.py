@@ -73,7 +73,7 @@ def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME, value_
         settings = family.settings(raw)
         _check_sizes(settings)
         _check_options(settings, family.only)
-        _check_rotary(settings)
+        _check_rotary(settings, family)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{source}: {error}") from None
     return settings
@@ -141,13 +141,18 @@ def _check_options(raw: Mapping[str, Any], supported: Mapping[str, Any]) -> None
     _check_number(raw, "rms_norm_eps")
 
 
-def _check_rotary(raw: Mapping[str, Any]) -> None:
+def _check_rotary(raw: Mapping[str, Any], family: ModelFamily) -> None:
     values = rotary_values(raw)
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise UnsupportedModel(f"rope_type: {_shown(kind)} is not supported; known: {', '.join(ROPE_TYPES)}")
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor: {_shown(values['partial_rotary_factor'])}; allowed: 1.0")
+    share = values.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not family.traits.partial_rotary:
+        raise UnsupportedModel(f"partial_rotary_factor: {_shown(share)}; allowed: 1.0")
+    _check_number(values, "partial_rotary_factor")
+    head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    if share > 1.0 or int(head * share) % 2:
+        raise UnsupportedModel(f"partial_rotary_factor: {_shown(share)} of {head} channels is no even number of them")
     for key in ROPE_NUMBERS:
         _check_number(values, key)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -157,6 +158,14 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class EngineWholeVocabulary(Vocabulary):
+    """As `Vocabulary`; every rank of an engine holds all rows, without padding."""
+
+    def engine_slice(self, tensor: torch.Tensor, part: int, model: ModelShape, rank: int, ranks: int) -> torch.Tensor:
+        return tensor
+
+
+@dataclass(frozen=True)
 class GatedPair:
     """Gate and up projections of the MLP: each rank holds [gate_i; up_i]."""
 
@@ -236,3 +245,56 @@ class GroupedQKV:
         tail = parts[0].shape[1:]
         grouped = [part.reshape(groups, -1, *tail) for part in parts]
         return _joined(grouped, dim=1).reshape(-1, *tail)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One tensor with the rows of all those of another layout, one below the other.
+
+    Attributes:
+        parts: the layout of the tensors that are stacked, GroupedQKV or GatedPair.
+    """
+
+    parts: Layout
+    is_split: ClassVar[bool] = True
+
+    def shard(self, sources: Sequence[Source], model: ModelShape, rank: int, ranks: int) -> torch.Tensor:
+        bounds = self._bounds(_shape(sources[0]), model)
+        return self.parts.shard([_RowRange(sources[0], *each) for each in bounds], model, rank, ranks)
+
+    def merge(self, shards: Sequence[torch.Tensor], model: ModelShape) -> list[torch.Tensor]:
+        return [_joined(self.parts.merge(shards, model))]
+
+    def write(self, shard: torch.Tensor, target: torch.Tensor, part: int, model: ModelShape, rank: int) -> None:
+        for number, (start, stop) in enumerate(self._bounds(target.shape, model)):
+            self.parts.write(shard, target[start:stop], number, model, rank)
+
+    def hf_shapes(self, shape: Sequence[int], ranks: int, model: ModelShape) -> list[tuple[int, ...]]:
+        return [(shape[0] * ranks, *shape[1:])]
+
+    def engine_slice(self, tensor: torch.Tensor, part: int, model: ModelShape, rank: int, ranks: int) -> torch.Tensor:
+        """The rank's rows of each stacked tensor, one below the other."""
+        bounds = enumerate(self._bounds(tensor.shape, model))
+        return _joined([self.parts.engine_slice(tensor[a:b], number, model, rank, ranks) for number, (a, b) in bounds])
+
+    def _bounds(self, whole: Sequence[int], model: ModelShape) -> list[tuple[int, int]]:
+        """First row of each stacked tensor, and the row after its last."""
+        ends = list(accumulate(shape[0] for shape in self.parts.hf_shapes(whole, 1, model)))
+        return list(pairwise([0, *ends]))
+
+
+@dataclass(frozen=True)
+class _RowRange:
+    """Rows `start` to `stop` of a source, as a source."""
+
+    source: Source
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return (self.stop - self.start, *_shape(self.source)[1:])
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(self.stop - self.start)
+        return _rows(self.source, self.start + start, self.start + stop)

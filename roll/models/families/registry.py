@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from roll.base.custom_modules import load_custom_modules
-from roll.models.families import llama, qwen2, qwen3
+from roll.models.families import known as built_in
 from roll.models.families.chat_template import CHATML, NATIVE, NONE, ChatTemplate
 from roll.models.families.family import ModelFamily
 
-_families = {module.FAMILY.architecture: module.FAMILY for module in (llama, qwen2, qwen3)}
+_found: tuple[ModelFamily, ...] = tuple(
+    import_module(f"{built_in.__name__}.{module.name}").FAMILY for module in iter_modules(built_in.__path__)
+)
+_families = {family.architecture: family for family in _found}
 
 
 def register_family(family: ModelFamily) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from roll.base.errors import unreachable
 from roll.hub.names import CONFIG_NAME
-from roll.models.families.family import ModelFamily
+from roll.models.families.family import LayerTraits, ModelFamily
 from roll.models.families.hf_config import UnsupportedModel, read_model_config, rotary_values
-from roll.models.families.layouts import GroupedQKV, padded_vocabulary
+from roll.models.families.layouts import GroupedQKV, Vocabulary, padded_vocabulary
 from roll.models.families.registry import family_of
 from roll.models.families.weights import WeightRule
 
@@ -38,11 +38,24 @@ class RotaryConfig:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_positions: int = 8192
+    share: float = 1.0
+    """Of the channels of a head, the first ones, that are rotated."""
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """The layers that attend to the last `window` tokens alone, with a rotary embedding of this `base`."""
+
+    layers: tuple[bool, ...]
+    window: int
+    base: float
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Shape of a decoder with RMSNorm, grouped-query attention, rotary embedding and a gated MLP.
+
+    Queries are multiplied by `query_scale`; None is 1 / root of `head_dim`.
 
     With a `value_head` its output is one value for each token instead of logits; that of a reward model has no
     `value_bias`.
@@ -61,6 +74,8 @@ class ModelShape:
     max_positions: int | None
     norm_epsilon: float = 1e-6
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    local: LocalAttention | None = None
+    query_scale: float | None = None
     value_head: bool = False
     value_bias: bool = True
 
@@ -75,6 +90,11 @@ class ModelShape:
     def kv_width(self, tensor: int = 1) -> int:
         """Width of the key heads of one rank, which is that of its value heads; at least one head each."""
         return max(1, self.kv_heads // tensor) * self.head_dim
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether Transformer Engine's spec of a decoder layer computes it."""
+        return self.family.traits == LayerTraits() and self.rotary.share == 1.0
 
     @property
     def qkv_rows(self) -> int:
@@ -99,13 +119,16 @@ class ModelShape:
 
         With more ranks than key-value heads, an engine `repeats_kv` heads, and Megatron splits them.
         """
-        return sum(self._rank_parameters(rule, tensor, repeats_kv) for rule in self.family.layer)
+        return sum(self.rank_parameters(rule, tensor, repeats_kv) for rule in self.family.layer)
 
-    def _rank_parameters(self, rule: WeightRule, tensor: int, repeats_kv: bool) -> int:
+    def rank_parameters(self, rule: WeightRule, tensor: int, repeats_kv: bool = False) -> int:
+        """Parameters of a weight on one of `tensor` ranks, with the rows that pad a vocabulary."""
         count = rule.count(self)
+        if isinstance(rule.layout, Vocabulary):
+            return self.padded_vocabulary(tensor) // tensor * (count // self.vocabulary)
         if not rule.layout.is_split:
             return count
-        if repeats_kv and isinstance(rule.layout, GroupedQKV):
+        if repeats_kv and isinstance(getattr(rule.layout, "parts", rule.layout), GroupedQKV):
             return count // self.qkv_rows * (self.query_width(tensor) + 2 * self.kv_width(tensor))
         return count // tensor
 
@@ -202,6 +225,8 @@ def model_shape(settings: Mapping[str, Any], value_head: bool = False, value_bia
         max_positions=settings.get("max_position_embeddings"),
         norm_epsilon=settings.get("rms_norm_eps", 1e-6),
         rotary=_rotary(settings),
+        local=_local(settings) if family_of(architecture).traits.local_layers else None,
+        query_scale=None if (scalar := settings.get("query_pre_attn_scalar")) is None else float(scalar) ** -0.5,
         value_head=value_head,
         value_bias=value_bias,
     )
@@ -217,4 +242,10 @@ def _rotary(settings: Mapping[str, Any]) -> RotaryConfig:
         low_frequency_factor=float(values.get("low_freq_factor", 1.0)),
         high_frequency_factor=float(values.get("high_freq_factor", 4.0)),
         original_positions=int(positions),
+        share=float(values.get("partial_rotary_factor", 1.0)),
     )
+
+
+def _local(settings: Mapping[str, Any]) -> LocalAttention:
+    local = tuple(kind == "sliding_attention" for kind in settings["layer_types"])
+    return LocalAttention(local, settings["sliding_window"], float(settings["local_rope_theta"]))

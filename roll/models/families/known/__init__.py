@@ -1,0 +1,1 @@
+"""The families, one file each with a `ModelFamily` called FAMILY; `registry` finds every file of this folder."""

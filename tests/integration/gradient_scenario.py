@@ -1,0 +1,74 @@
+"""What ranks do for test_model_families.py and test_frozen_weights.py: gradients under the names of a HF folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from roll.datasets.batch import Batch
+from tests.integration.megatron_scenario import training_batch
+from tests.integration.rank_pool import RankContext
+
+
+def gradients(strategy: Any, data: Batch) -> dict[str, torch.Tensor]:
+    """Of the mean of the negative log-probs of all tokens of the responses, by the names of trained weights."""
+    plan = data.meta_info["optimizer_steps"][0]
+
+    def loss(log_probs: torch.Tensor, _: Any, fields: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -(log_probs * fields["response_mask"]).sum() / plan["tokens"], {}
+
+    for wrapped in strategy.wrapped:
+        wrapped.zero_grad_buffer()
+    strategy.forward.backward(data.batch, plan["micro_batches"], 1.0, loss, False)
+    weights = strategy.weights._weights
+    try:
+        strategy.weights._weights = [(rule, each.main_grad) for rule, each in weights if each.requires_grad]
+        return {name: tensor.float().clone() for name, tensor in strategy.weights.full_tensors()}
+    finally:
+        strategy.weights._weights = weights
+
+
+def families(context: RankContext) -> None:
+    """Log-probs, gradients and an export of each of `models`."""
+    for family, folder in context.arguments["models"].items():
+        strategy = context.strategy(Path(folder), megatron={"sequence_parallel": context.layout.tensor > 1})
+        data = training_batch(0, 1, 3)
+        data.meta_info["micro_batches"] = data.meta_info["optimizer_steps"][0]["micro_batches"]
+        for packed in (False, True):
+            strategy.forward.packed = packed
+            scored = strategy.compute_log_probs(data).batch["log_probs"].clone()
+            context.results[family, packed] = scored, gradients(strategy, data)
+        strategy.weights.export_hf(context.folder / family)
+        strategy.shutdown()
+
+
+def frozen(context: RankContext) -> None:
+    """Gradients and steps of each of `variants`: frozen parts, the folder of the model, and options of the strategy."""
+    for name, (parts, folder, options) in context.arguments["variants"].items():
+        data = training_batch(context.rank % context.layout.data, context.layout.data, 2)
+        strategy = context.strategy(Path(folder), **options)
+        expected = gradients(strategy, data)
+        strategy.shutdown()
+        strategy = context.strategy(Path(folder), frozen_parts=parts, **options)
+        found = gradients(strategy, data)
+        before = _weights(strategy)
+        for _ in range(2):
+            strategy.train_step(data)
+        strategy.begin_checkpoint(context.folder / name)
+        unbroken, memory = strategy.train_step(data), strategy.memory()
+        after = _weights(strategy)
+        strategy.shutdown()
+        strategy = context.strategy(Path(folder), frozen_parts=parts, **options)
+        strategy.load_checkpoint(context.folder / name)
+        resumed = strategy.train_step(data)
+        same = all(torch.equal(after[key], value) for key, value in _weights(strategy).items())
+        strategy.shutdown()
+        context.results[name] = {"expected": expected, "found": found, "before": before, "after": after}
+        context.results[name] |= {"resumed": (resumed, unbroken, same), "memory": memory}
+
+
+def _weights(strategy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in strategy.weights.full_tensors()}
