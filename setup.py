@@ -29,6 +29,7 @@ def pinned(file: str, *names: str) -> list[str]:
 BASE = ("ray", "transformers", "tensordict", "safetensors", "omegaconf", "pyarrow", "mpmath", "psutil")
 BASE += (
     "huggingface-hub",
+    "aiohttp",
     "httpx",
     "filelock",
     "gguf",

@@ -27,6 +27,7 @@ ORDER = [
     "usercode",
     "trackers",
     "rollout",
+    "gateway",
     "platforms",
     "models",
     "distributed",

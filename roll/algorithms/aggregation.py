@@ -12,6 +12,9 @@ from roll.algorithms.registry import Registry
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
+SAMPLE_WEIGHTS = "sample_weights"
+"""Tensor [B] with the weight of each sample in means over samples; without it all are equal."""
+
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` where `mask` [B, T] is set, exactly 0 elsewhere (also where `values` is NaN or infinite).
@@ -184,6 +187,17 @@ def seq_mean_token_sum_norm(values: Tensor, mask: Tensor, scale: LossScale) -> T
     return masked_sum(values, mask) / (max(scale.sequences, 1.0) * scale.sequence_length)
 
 
-def aggregate(values: Tensor, mask: Tensor, mode: str, scale: LossScale) -> Tensor:
-    """The part of the batch's loss, 0-d, that the values [b, T] of a micro-batch contribute."""
+def aggregate(values: Tensor, mask: Tensor, mode: str, scale: LossScale, weights: Tensor | None = None) -> Tensor:
+    """The part of the batch's loss, 0-d, that the values [b, T] of a micro-batch contribute.
+
+    In means over samples each counts with its weight of `weights` [b], whose mean over the batch is 1.
+    """
+    if weights is not None and mode.startswith("seq-mean"):
+        values = values * weights[:, None].to(values.dtype)
     return LOSS_AGG_MODES[mode](values, mask, scale)
+
+
+def mean_one(weights: Tensor, samples: Sequence[int], live: Tensor) -> Tensor:
+    """Weights [B], whose mean over those of n `samples` that are `live` [n] is made 1."""
+    kept = weights[list(samples)][live]
+    return weights * (len(kept) / kept.sum()) if len(kept) else weights

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale, aggregate, masked, masked_max, masked_mean
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS, LossScale, aggregate, masked, masked_max, masked_mean
 from roll.algorithms.correction import Correction, off_policy_correction, off_policy_sequences, partial_sums
 from roll.algorithms.distillation import teacher_divergence
 from roll.algorithms.kl import k3, kl_divergence
@@ -55,8 +55,8 @@ def policy(
     still count in the denominators unless `renormalize` is set (then `scale` must count only the kept tokens).
 
     `micro` has `response_mask`, `advantages` and the base of the ratio [b, T], see `pg_ratio_base`; with their keys
-    `ref_log_probs`, the tensors of `roll.algorithms.distillation`, `scores` [b], `turn_index`, and `correction_weights`
-    with `correction_kept`, or the `behavior_log_probs` from which these are computed here.
+    `ref_log_probs`, SAMPLE_WEIGHTS [b], the tensors of `roll.algorithms.distillation`, `scores` [b], `turn_index`, and
+    `correction_weights` with `correction_kept`, or the `behavior_log_probs` from which these are computed here.
     """
     mask = micro["response_mask"]
     log_probs = masked(log_probs, mask)
@@ -64,9 +64,10 @@ def policy(
     tokens, dropped = _tokens(log_probs, micro, config, mask if correction is None else correction.kept)
     terms = token_losses(tokens, config, micro.get("turn_index", None))
     counted = tokens.mask if config.correction.renormalize else mask
+    weights_of_samples = micro.get(SAMPLE_WEIGHTS, None)
 
     def term(values: Tensor) -> Tensor:
-        return aggregate(masked(values, tokens.mask), counted, config.loss_agg_mode, scale)
+        return aggregate(masked(values, tokens.mask), counted, config.loss_agg_mode, scale, weights_of_samples)
 
     losses = terms.loss.to(log_probs.dtype)
     loss = term(losses if correction is None else losses * correction.weights)
@@ -186,7 +187,7 @@ def value(
         "clip_fraction": _token_mean(clipped, mask, scale),
         "value_mean": _token_mean(values, mask, scale),
     }
-    return 0.5 * aggregate(losses, mask, config.loss_agg_mode, scale), metrics
+    return 0.5 * aggregate(losses, mask, config.loss_agg_mode, scale, micro.get(SAMPLE_WEIGHTS, None)), metrics
 
 
 @LOSSES.register("dpo")

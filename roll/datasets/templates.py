@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import traceback
@@ -186,11 +187,12 @@ class PromptEncoder:
         return closing
 
     @cached_property
-    def _source(self) -> str:
+    def source(self) -> str:
+        """The chat template."""
         return self._jinja or str(self._tokenizer.chat_template)
 
     def _apply(self, question: Question, open_answer: bool) -> str:
-        none = None if re.search(r"\bis (not )?none\b", self._source) else ""
+        none = None if re.search(r"\bis (not )?none\b", self.source) else ""
         messages = [each | {"content": none} if each["content"] is None else each for each in chat_messages(question)]
         continues = open_answer and messages[-1]["role"] == "assistant"
         try:
@@ -213,7 +215,7 @@ class PromptEncoder:
     def _leaves_out(self, name: str, question: Question, text: str, open_answer: bool) -> bool:
         """Whether the text of a prompt with this field would be the same without it."""
         messages = chat_messages(question)
-        if name in THOUGHTS and name in self._source:
+        if name in THOUGHTS and name in self.source:
             return False  # templates leave out thoughts of earlier turns
         if name == "tools":
             without = replace(question, tools=())
@@ -310,18 +312,19 @@ class ConversationEncoder:
         self.encoder = PromptEncoder(tokenizer, template, variables)
         self._end = tokenizer.eos_token
         self._end_id = tokenizer.eos_token_id
-        self._closed = self.encoder.render(Question(messages=_BEFORE), open_answer=False)
+        self._closed: dict[str, str] = {}
         self._closing = self.encoder.closing
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
-        return self.encoder.encode([Question(messages=tuple(messages))])[0]
+    def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        return self.encoder.encode([Question(messages=tuple(messages), tools=tuple(tools))])[0]
 
-    def follow(self, last: int, messages: Sequence[Message]) -> list[int]:
+    def follow(self, last: int, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Token ids after a response: the end of its turn, the messages, and the start of the next response.
 
         Args:
             last: the last token of the response. If it is the end token, the template's own is not repeated.
             messages: the next messages, with role `user` or `tool`.
+            tools: of the conversation.
 
         Raises:
             DatasetError: the template renders earlier turns differently when messages follow.
@@ -329,7 +332,10 @@ class ConversationEncoder:
         closing = self._closing
         if last == self._end_id and closing.startswith(self._end):
             closing = closing.removeprefix(self._end)
-        continued, closed = self.encoder.render(Question(messages=(*_BEFORE, *messages))), self._closed
+        before, name = Question(messages=_BEFORE, tools=tuple(tools)), json.dumps(tools) if tools else ""
+        if name not in self._closed:
+            self._closed[name] = self.encoder.render(before, open_answer=False)
+        continued, closed = self.encoder.render(replace(before, messages=(*_BEFORE, *messages))), self._closed[name]
         if not continued.startswith(closed):
             raise DatasetError(
                 "data_args.template: the template renders earlier turns differently when later ones follow "

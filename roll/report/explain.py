@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.aggregation import LossScale
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS, LossScale, mean_one
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.options.policy_options import PolicySettings
 from roll.base.custom_modules import use_custom_modules
@@ -136,6 +136,9 @@ def _tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         micro["correction_kept"] &= mask
     if "turn_index" in rows[0]:
         micro["turn_index"] = torch.where(there, _padded(rows, "turn_index").long(), -1)
+    if "sample_weight" in rows[0]:
+        weights = torch.tensor([row["sample_weight"] for row in rows])
+        micro[SAMPLE_WEIGHTS] = mean_one(weights, range(len(rows)), mask.any(-1))
     return {**micro, "response_mask": mask, "scores": torch.tensor([row["score"] for row in rows])}
 
 

@@ -34,7 +34,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
         "rollout/response_length_max": float(max(lengths)),
         "rollout/sequence_length_mean": statistics.fmean(len(trajectory.ids) for trajectory in trajectories),
         "rollout/truncated_fraction": statistics.fmean(each.stop == "sequence_length" for each in trajectories),
-        "rollout/turns_mean": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
+        "rollout/turns_mean": statistics.fmean(len(trajectory.all_turns) for trajectory in trajectories),
         "rollout/versions_max": float(max(len(set(of_trajectory)) for of_trajectory in versions)),
         **_prefix_reuse(trajectories),
         "staleness/mean": statistics.fmean(ages),
@@ -76,7 +76,7 @@ def environment_metrics(groups: Sequence[Group], family: str) -> dict[str, float
     A metric is averaged over the trajectories that have it: one that was cut off before its first action may not.
     """
     actions = {
-        f"{family}/{tag}/num_actions": statistics.fmean(len(trajectory.turns) for trajectory in trajectories)
+        f"{family}/{tag}/num_actions": statistics.fmean(len(trajectory.all_turns) for trajectory in trajectories)
         for tag, trajectories in _by_tag(groups)
     }
     return actions | reported_metrics(groups, family)

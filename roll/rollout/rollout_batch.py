@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import REWARD_PARTS
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.configs.environments import SampleBy
 from roll.datasets.batch import Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
@@ -33,12 +34,14 @@ class Row:
 
     Attributes:
         name: of the sample in dumps.
-        trajectory: that it is or belongs to.
+        trajectory: that it is or belongs to, or a branch of it.
         turns: all of the trajectory, or one of them; none in a padding row.
         trajectory_id: number of the trajectory in the batch.
         group_id: number of the group in the batch.
         group: None in a padding row.
         trajectory_name: of the trajectory in dumps.
+        whole: the trajectory, also where `trajectory` is a branch of it; its score is that of the row.
+        branch: number of the branch, from 1; 0 where there is one only.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Row:
     group_id: int
     group: Group | None
     trajectory_name: str
+    whole: Trajectory
+    branch: int = 0
 
     @property
     def end(self) -> int:
@@ -61,7 +66,7 @@ def batch_of_groups(
     episodes: bool = False,
     rewards: Sequence[str] = (),
 ) -> Batch:
-    """One row for each trajectory (`traj`) or turn (`step`), the rows of a group together.
+    """One row for each trajectory or branch of one (`traj`) or turn (`step`), the rows of a group together.
 
     Args:
         groups: complete ones.
@@ -79,7 +84,8 @@ def batch_of_groups(
         `tag_ids` [B]; `truncated` [B] bool, whether the trajectory was cut at its length. Where every group has a
         greedy response: `greedy_scores` [B] float32, its score, and `greedy_lengths` [B] int64, its tokens. With
         `rewards`, R of them: `reward_parts` [B, R] float32, the score of each before its weight, NaN where a reward
-        does not score the sample. With truncated sampling also the tensors of `sampling_masks`. The column `tag` has
+        does not score the sample. With branches SAMPLE_WEIGHTS [B] float32, 1 / the rows of the trajectory. With
+        truncated sampling also the tensors of `sampling_masks`. The column `tag` has
         the name of each tag; the columns `id`, `prompt_id`, `ground_truth`, `stop` (why the trajectory ended),
         `engine`, `parts` (its score by each reward) and `episode` are for dumps.
     """
@@ -93,11 +99,11 @@ def batch_of_groups(
         "turn_count": torch.tensor([len(row.turns) for row in rows]),
         "turn_rewards": _pad_columns([[turn.reward for turn in row.turns] for row in rows], width, 0.0),
         "state_ids": _pad_columns(_state_ids(rows), width, NO_TURN),
-        "scores": torch.tensor([row.trajectory.score for row in rows], dtype=torch.float32),
+        "scores": torch.tensor([row.whole.score for row in rows], dtype=torch.float32),
         "group_ids": torch.tensor([row.group_id for row in rows]),
         "trajectory_ids": torch.tensor([row.trajectory_id for row in rows]),
         "tag_ids": torch.tensor([tag_numbers[tag] for tag in tags]),
-        "truncated": torch.tensor([row.trajectory.stop == "sequence_length" for row in rows]),
+        "truncated": torch.tensor([row.whole.stop == "sequence_length" for row in rows]),
     }
     if all(group.greedy is not None for group in groups):
         greedy = [None if row.group is None else row.group.greedy for row in rows]
@@ -105,19 +111,21 @@ def batch_of_groups(
             "greedy_scores": torch.tensor([each.score if each else 0.0 for each in greedy], dtype=torch.float32),
             "greedy_lengths": torch.tensor([len(each.sampled_versions) if each else 0 for each in greedy]),
         }
+    if sample_by == "traj" and any(row.branch for row in rows):
+        tensors[SAMPLE_WEIGHTS] = torch.tensor([1 / len(row.whole.rows) for row in rows])
     masks = [row.trajectory.sampling_mask[: row.end] for row in rows]
     tensors |= sampling_masks(masks, tensors["input_ids"].shape[1])
     if rewards:
-        parts = [[row.trajectory.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
+        parts = [[row.whole.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
         tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
     columns: dict[str, list[Any]] = {
         TAG: tags,
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
         "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],
-        "stop": [row.trajectory.stop for row in rows],
+        "stop": [row.whole.stop for row in rows],
         "engine": [row.turns[-1].engine if row.turns else None for row in rows],
-        "parts": [row.trajectory.reward_parts for row in rows],
+        "parts": [row.whole.reward_parts for row in rows],
     }
     if episodes:
         columns["episode"] = [_describe_episode(row) for row in rows]
@@ -133,13 +141,16 @@ def _rows(groups: Sequence[Group], sample_by: SampleBy) -> Iterator[Row]:
     """Rows in the order of the groups; their names contain the index of trajectory and turn."""
     trajectory_id = 0
     for group_id, group in enumerate(groups):
-        for index, trajectory in enumerate(group.trajectories):
+        for index, whole in enumerate(group.trajectories):
             name = f"{group.name}-{index}"
-            if sample_by == "traj":
-                yield Row(name, trajectory, trajectory.turns, trajectory_id, group_id, group, name)
-            else:
-                for turn_place, turn in enumerate(trajectory.turns):
-                    yield Row(f"{name}-{turn_place}", trajectory, [turn], trajectory_id, group_id, group, name)
+            for number, trajectory in enumerate(whole.rows, start=1):
+                branch, own = (number, f"{name}.{number}") if whole.branches else (0, name)
+                about = trajectory_id, group_id, group, name, whole, branch
+                if sample_by == "traj":
+                    yield Row(own, trajectory, trajectory.turns, *about)
+                else:
+                    for turn_place, turn in enumerate(trajectory.turns):
+                        yield Row(f"{own}-{turn_place}", trajectory, [turn], *about)
             trajectory_id += 1
 
 
@@ -149,7 +160,7 @@ def _pad_rows(rows: Sequence[Row], multiple: int) -> list[Row]:
     missing, last = runs * multiple - len(rows), rows[-1]
     real = iter(rows)
     padding = (
-        Row("padding", PADDING, (), last.trajectory_id + 1 + index, last.group_id + 1 + index, None, "")
+        Row("padding", PADDING, (), last.trajectory_id + 1 + index, last.group_id + 1 + index, None, "", PADDING)
         for index in range(missing)
     )
     padded: list[Row] = []
@@ -193,20 +204,21 @@ def _describe_episode(row: Row) -> dict[str, Any]:
     """The row's trajectory as JSON for dumps; empty for padding."""
     if row.group is None:
         return {}
-    trajectory = row.trajectory
+    whole = row.whole
     return {
         "trajectory": row.trajectory_name,
+        **({"branch": row.branch} if row.branch else {}),
         "tag": row.group.tag,
         "seed": row.group.problem,
-        "stop": trajectory.stop,
-        "outcome": trajectory.outcome,
-        "metrics": trajectory.metrics,
+        "stop": whole.stop,
+        "outcome": whole.outcome,
+        "metrics": whole.metrics,
         "turns": [
             {
                 "observation": turn.observation,
                 "text": turn.text,
                 "reward": turn.reward,
-                "versions": sorted(set(trajectory.versions[turn.start : turn.end])),
+                "versions": sorted(set(row.trajectory.versions[turn.start : turn.end])),
             }
             for turn in row.turns
         ],

@@ -147,6 +147,8 @@ class Trajectory:
         metrics: of the episode, aggregated over its actions by the rules of the environment.
         reward_parts: score of each reward by name, before its weight, where rewards score a response; the score is
             their weighted sum. Empty in environments.
+        branches: of an agent's session, what it sampled before in conversations that do not continue in this one, in
+            the order of their ends. Their turns are those that no later branch has; rewards are those of this one.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -158,6 +160,7 @@ class Trajectory:
     outcome: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     reward_parts: dict[str, float] = field(default_factory=dict)
+    branches: list[Trajectory] = field(default_factory=list)
 
     @classmethod
     def of_response(cls, prompt_ids: Sequence[int], result: GenerateResult, text: str) -> Trajectory:
@@ -226,8 +229,19 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def rows(self) -> list[Trajectory]:
+        """The sequences that are trained on: its branches, and itself last."""
+        return [*self.branches, self] if self.branches else [self]
+
+    @property
+    def all_turns(self) -> list[SampledTurn]:
+        """Its responses, with those of its branches."""
+        return [turn for row in self.rows for turn in row.turns]
+
+    @property
     def sampled_versions(self) -> list[int]:
-        return list(chain.from_iterable(self.versions[turn.start : turn.end] for turn in self.turns))
+        rows = ((row.versions, row.turns) for row in self.rows)
+        return list(chain.from_iterable(versions[turn.start : turn.end] for versions, turns in rows for turn in turns))
 
     @property
     def oldest_version(self) -> int:
@@ -236,11 +250,14 @@ class Trajectory:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which share lists with this trajectory."""
-        return {**vars(self), "turns": [dict(vars(turn)) for turn in self.turns]}
+        branches = [branch.state_dict() for branch in self.branches]
+        return {**vars(self), "turns": [dict(vars(turn)) for turn in self.turns], "branches": branches}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
-        return cls(**{**state, "turns": [SampledTurn(**turn) for turn in state["turns"]]})
+        """Restores `state_dict`; those of older runs have no branches."""
+        turns = [SampledTurn(**turn) for turn in state["turns"]]
+        return cls(**{**state, "turns": turns, "branches": [*map(cls.from_state, state.get("branches", ()))]})
 
 
 @dataclass
@@ -292,7 +309,7 @@ class Group:
     def generated_tokens(self) -> int:
         """Tokens that the engines generated, those of the greedy response among them."""
         responses = self.trajectories if self.greedy is None else [*self.trajectories, self.greedy]
-        return sum(turn.end - turn.start for response in responses for turn in response.turns)
+        return sum(turn.end - turn.start for response in responses for turn in response.all_turns)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON; only of a group that is not dropped."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -236,3 +237,35 @@ def test_without_mask_history_every_assistant_message_is_learned_and_nothing_bet
     learned = [token for token, learn in zip(every.response_ids, every.loss_mask, strict=True) if learn]
     assert tokenizer.decode(learned) == f"2{END}4{END}"
     assert last.loss_mask is None and tokenizer.decode(last.response_ids) == "4" + END
+
+
+QWEN2_5_WITH_TOOLS = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n# Tools\n\nYou may "
+    "call one or more functions to assist with the user query.\n\nYou are provided with function signatures within "
+    '<tools></tools> XML tags:\n<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n\nFor each '
+    "function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n2\n'
+    "</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+"""What the template in the tokenizer of Qwen2.5 gives."""
+
+
+def test_built_in_templates_show_tools_as_qwen2_5_does(qwen_tokenizer):
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in ({"a": 1}, {})]
+    results = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}]
+    asked, called = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": None, "tool_calls": calls}
+    question = Question(messages=(asked, called, *results), tools=tools)
+    assert PromptEncoder(qwen_tokenizer, "qwen2_5").render(question) == QWEN2_5_WITH_TOOLS
+    own = replace(question, messages=({"role": "system", "content": "Add."}, *question.messages))
+    for template in ("qwen2_5", "chatml"):
+        text = PromptEncoder(qwen_tokenizer, template).render(own)
+        assert text == QWEN2_5_WITH_TOOLS.replace(
+            "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Add."
+        )
+    chat = ConversationEncoder(qwen_tokenizer, "chatml")
+    following = qwen_tokenizer.decode(chat.follow(qwen_tokenizer.eos_token_id, results, tools))
+    assert QWEN2_5_WITH_TOOLS.endswith(following.removeprefix("<|im_end|>"))

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import torch
 
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.datasets.batch import Batch
 from roll.rollout.rollout_batch import TAG
 from roll.trackers.sample_files import keep_samples, write_samples
@@ -38,9 +39,10 @@ def dump_samples(
     `response_ids`, and TOKEN_VALUES of each response token; `update` is the optimizer step of a pass over the batch
     that learns from it, where each takes `per_update` samples. In agentic runs it has `episode` too: `trajectory` (its
     name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and
-    `versions`. Padding samples are left out. Of earlier files the newest `keep` up to this step stay, with the first
-    and one in `every` steps, and those of later steps, from an earlier run, do not. None keeps all. `about` is what
-    all samples share: the settings of their loss.
+    `versions`. A branch of a trajectory has its number in `episode` as `branch`, and `sample_weight`, its weight in
+    means over samples. Padding samples are left out. Of earlier files the newest `keep` up to this step stay, with the
+    first and one in `every` steps, and those of later steps, from an earlier run, do not. None keeps all. `about` is
+    what all samples share: the settings of their loss.
 
     Raises:
         RunError: the file cannot be written.
@@ -62,6 +64,8 @@ def _columns(data: Batch, per_update: int) -> dict[str, Any]:
     columns |= {"group": batch["group_ids"][rows].tolist(), "score": batch["scores"][rows].double().tolist()}
     if per_update:
         columns["update"] = (rows // per_update).tolist()
+    if SAMPLE_WEIGHTS in data:
+        columns["sample_weight"] = batch[SAMPLE_WEIGHTS][rows].double().tolist()
     columns["prompt_ids"] = _lists(batch["input_ids"][rows].int(), before[rows])
     columns["response_ids"] = _lists(batch["input_ids"][rows].int(), response[rows])
     for name in TOKEN_VALUES:

@@ -25,6 +25,7 @@ from roll.algorithms.advantages import (
     learned_samples,
     read_greedy,
 )
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.algorithms.correction import (
     MASKED_FRACTION,
     NO_OP,
@@ -395,7 +396,8 @@ class RLLearner(ActorLearner):
         self, ready: Batch, mask: Tensor, critic: Cluster[TrainWorker], clock: StepClock
     ) -> dict[str, float]:
         ready = ready.adding({"response_mask": mask})
-        data = ready.select(*LOG_PROB_KEYS, "returns", "values")
+        weights = [SAMPLE_WEIGHTS] if SAMPLE_WEIGHTS in ready else []
+        data = ready.select(*LOG_PROB_KEYS, "returns", "values", *weights)
         options = {"temperature": self._temperature, "loss": "value", "loss_config": self._value_loss_config}
         steps: list[dict[str, float]] = []
         with clock.measure("train_critic"):

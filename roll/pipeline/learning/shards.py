@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from roll.algorithms.aggregation import SAMPLE_WEIGHTS, mean_one
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.datasets.batch import Batch
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
@@ -152,6 +153,8 @@ def training_shards(
     rows = [index for share in plan.indices for index in share]
     mask = (data.batch["response_mask"] if counted is None else counted).bool()[rows]
     tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    if SAMPLE_WEIGHTS in data:
+        data = data.adding({SAMPLE_WEIGHTS: mean_one(data.batch[SAMPLE_WEIGHTS], rows, mask.any(-1))})
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = data.select_idxs(indices)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 
-from roll.models.families.chat_template import CHATML, ChatTemplate
+from roll.models.families.chat_template import CHATML, ChatTemplate, turns
 from roll.models.families.decoder import LAYER, QKV_BIAS
 from roll.models.families.family import GgufNames, ModelFamily, RehearsalModel, SGLangClasses
 
-SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 """Begins every conversation that has no message of the system."""
 
-TEMPLATE = ChatTemplate("{% if messages[0].role != 'system' %}" + SYSTEM + "{% endif %}" + CHATML.jinja, CHATML.markers)
+TEMPLATE = ChatTemplate(
+    "{% if messages[0].role != 'system' and not tools %}<|im_start|>system\n"
+    + SYSTEM
+    + "<|im_end|>\n{% endif %}"
+    + turns("<|im_start|>ROLE\n", "<|im_end|>\n", SYSTEM),
+    CHATML.markers,
+)
 
 FAMILY = ModelFamily(
     name="qwen2",

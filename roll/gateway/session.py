@@ -1,0 +1,205 @@
+"""One session: given a request it says what to sample, given the results what to answer. No clock, no engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from roll.configs.pipeline import role_seed
+from roll.datasets.records import DatasetError
+from roll.datasets.templates import ConversationEncoder
+from roll.gateway.history import Continuation, History, repeated_tokens
+from roll.gateway.protocol import NEUTRAL, ChatRequest, Completion, Completions, RequestError
+from roll.gateway.tool_parsers import ReasoningParser, ToolParser, answered
+from roll.rollout.agents.sessions import SessionEnd, SessionSpec
+from roll.rollout.ledger import GENERATION_FAILED
+from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+
+REQUESTS_EXHAUSTED, CONTEXT_LENGTH = "requests_exhausted", "context_length_exceeded"
+"""Refusals after which an agent that fails has failed for this reason."""
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """How texts become ids and ids become messages; shared by all sessions.
+
+    Attributes:
+        chat: encodes messages.
+        decode: the text of sampled ids, without the tokens that end an answer.
+        parse_tools: reads tool calls from a text; None: there are none.
+        parse_thoughts: reads thoughts from a text; None: they are content.
+        strict: whether a request that asks for other sampling than the run's is an error.
+    """
+
+    chat: ConversationEncoder
+    decode: Callable[[list[int]], str]
+    parse_tools: ToolParser | None = None
+    parse_thoughts: ReasoningParser | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class AskedTurn:
+    """A request on its way to the engines: one `GenerateRequest` for each answer that is wanted."""
+
+    request: ChatRequest
+    place: Continuation
+    context: list[int]
+    prompt: list[int]
+    requests: list[GenerateRequest]
+    numbers: list[int]
+    stops: frozenset[int] = frozenset()
+
+
+@dataclass
+class AgentSession:
+    """The conversations of one agent with the policy."""
+
+    spec: SessionSpec
+    dialogue: Dialogue
+    history: History = field(default_factory=History)
+    requests: int = 0
+    overridden: int = 0
+    joined: int = 0
+    failure: tuple[str, str] | None = None
+    warnings: dict[str, str] = field(default_factory=dict)
+
+    def ask(self, request: ChatRequest) -> AskedTurn:
+        """What to sample for a request.
+
+        Raises:
+            RequestError: it cannot be answered.
+        """
+        self.requests += 1
+        most = self.spec.max_requests
+        if most is not None and self.requests > most:
+            raise self._refused(REQUESTS_EXHAUSTED, f"this session may send {most} requests (max_requests)")
+        sampling = self._sampling(request)
+        for kind, reason in request.ignored.items():
+            self.warnings.setdefault(kind, reason)
+        place = self.history.place(request.messages, request.tools)
+        context = self._encode(request, place)
+        prompt = [*(place.answer.ids() if place.answer is not None else ()), *context]
+        sampling = replace(sampling, max_new_tokens=self._room(request, len(prompt)))
+        depth = len(place.answer.answers()) if place.answer is not None else 0
+        numbers = self._numbers(place, request.count)
+        asked = [self._generate(number, depth, prompt, sampling) for number in numbers]
+        stops = frozenset(sampling.stop_token_ids) - {*self.spec.sampling.stop_token_ids}
+        return AskedTurn(request, place, context, prompt, asked, numbers, stops)
+
+    def failed(self, turn: AskedTurn, message: str) -> RequestError:
+        """The refusal of a request that the engines did not answer; the numbers of its answers are used again."""
+        turn.place.node.asked.difference_update(turn.numbers)
+        self.failure = GENERATION_FAILED, f"{self.spec.name}: {message}"
+        return RequestError(GENERATION_FAILED, message, 503)
+
+    @staticmethod
+    def _numbers(place: Continuation, count: int) -> list[int]:
+        """The lowest numbers that no other answer to these messages has."""
+        free = (number for number in itertools.count() if number not in place.node.asked)
+        numbers = list(itertools.islice(free, count))
+        place.node.asked.update(numbers)
+        return numbers
+
+    def _generate(self, number: int, depth: int, prompt: list[int], sampling: SamplingParams) -> GenerateRequest:
+        """The seed of an answer is that of its number in its branch, and of its number among those to its messages."""
+        spec = self.spec
+        seed = role_seed(spec.seed, spec.name, depth, *([number] if number else []))
+        return GenerateRequest(f"{spec.name}-{self.requests}-{number}", prompt, sampling, seed, spec.version)
+
+    def _sampling(self, request: ChatRequest) -> SamplingParams:
+        own = self.spec.sampling
+        for name, value in request.sampling.items():
+            neutral = NEUTRAL[name]
+            used: float = getattr(own, name) if neutral is None else neutral
+            if value == used or (name == "top_k" and value <= 0 and used <= 0):
+                continue
+            if self.dialogue.strict:
+                role = "actor_infer" if self.spec.version is not None else "validation"
+                path = f"{role}.generating_args.{name}" if NEUTRAL[name] is None else "gateway.request_sampling: strict"
+                raise self._refused("sampling", f"{name} {value}: this run samples at {used} ({path})")
+            self.overridden += 1
+        stops = [self._stop_token(text) for text in request.stop]
+        return replace(own, stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stops))))
+
+    def _stop_token(self, text: str) -> int:
+        ids = self.dialogue.chat.encoder.encode_text([text])[0]
+        if len(ids) != 1:
+            message = f"stop {_quoted(text)} is {len(ids)} tokens of this tokenizer; engines stop at single tokens"
+            raise self._refused("stop", message)
+        return ids[0]
+
+    def _encode(self, request: ChatRequest, place: Continuation) -> list[int]:
+        chat, messages = self.dialogue.chat, request.messages[place.known :]
+        try:
+            if place.answer is None or place.answer.result is None:
+                return chat.start(messages, request.tools)
+            return chat.follow(place.answer.result.response_ids[-1], messages, request.tools)
+        except DatasetError as error:
+            raise self._refused("template", str(error)) from error
+
+    def _room(self, request: ChatRequest, prompt: int) -> int:
+        left = self.spec.sequence_length - prompt
+        if left < 1:
+            message = f"the messages have {prompt} tokens; this model's maximum context length is "
+            raise self._refused(CONTEXT_LENGTH, f"{message}{self.spec.sequence_length} tokens (sequence_length)")
+        return min(left, self.spec.sampling.max_new_tokens, request.max_tokens or left)
+
+    def _refused(self, code: str, message: str) -> RequestError:
+        self.warnings.setdefault(code, message)
+        if code in (REQUESTS_EXHAUSTED, CONTEXT_LENGTH):
+            self.failure = code, f"{self.spec.name}: {message}"
+        return RequestError(code, message)
+
+    def answer(self, turn: AskedTurn, results: Sequence[GenerateResult]) -> Completions:
+        """What to answer; the results become part of the tree.
+
+        Raises:
+            RequestError: one of them is no sample; then none is taken.
+        """
+        failed = next((each for each in results if each.finish_reason == "abort" or not each.response_ids), None)
+        if failed is not None:
+            raise self.failed(turn, failed.error or "the answer is empty, without even a stop token")
+        pairs = zip(turn.requests, results, strict=True)
+        return Completions([self._completion(turn, asked, result) for asked, result in pairs], len(turn.prompt))
+
+    def _completion(self, turn: AskedTurn, asked: GenerateRequest, result: GenerateResult) -> Completion:
+        dialogue, request, ids = self.dialogue, turn.request, result.response_ids
+        text = dialogue.decode(ids[:-1] if ids[-1] in turn.stops else ids)
+        parse = dialogue.parse_tools if request.calls_tools else None
+        call_id = f"call_{(asked.seed or 0) % 16**8:08x}"
+        message = answered(text, request.tools, parse, dialogue.parse_thoughts, call_id)
+        read = "\n".join(str(each["content"] or "") for each in request.messages[turn.place.known :])
+        self.history.add_answer(turn.place, turn.context, result, dialogue.decode(ids), message, read)
+        reason = "length" if result.finish_reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
+        return Completion(message, reason, len(ids), result.cached_prompt_tokens)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(len(node.result.response_ids) for node in self.history.sampled if node.result is not None)
+
+    def end(self) -> SessionEnd:
+        """What the session leaves.
+
+        Raises:
+            RuntimeError: its rows do not train on every sampled token once.
+        """
+        trajectory = self.history.trajectory()
+        rows = [] if trajectory is None else trajectory.rows
+        trained = sum(turn.end - turn.start for row in rows for turn in row.turns)
+        if trained != self.sampled_tokens:
+            raise RuntimeError(f"{self.spec.name}: {self.sampled_tokens} tokens were sampled, its rows have {trained}")
+        metrics = {
+            "requests": float(self.requests),
+            "branches": float(len(rows)),
+            "context_tokens_repeated": 0.0 if trajectory is None else float(repeated_tokens(trajectory)),
+            "overridden_sampling": float(self.overridden),
+            "retries_joined": float(self.joined),
+        }
+        return SessionEnd(trajectory, self.failure, metrics, warnings=self.warnings)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.encode("unicode_escape").decode() + '"'

@@ -1,0 +1,102 @@
+"""Tool calls and thoughts in the text of an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+HERMES, LLAMA3_JSON = "hermes", "llama3_json"
+
+THINK = ("deepseek-r1", "qwen3")
+"""Reasoning parsers of SGLang whose thoughts stand between <think> and </think>."""
+
+
+@dataclass(frozen=True)
+class ParsedText:
+    """The text of an answer without tool calls, and the calls: names with their arguments as JSON values."""
+
+    content: str
+    calls: tuple[tuple[str, Any], ...] = ()
+
+
+ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedText]
+"""From the text of an answer and the tools of its request; a text that is not a call stays content."""
+
+ReasoningParser = Callable[[str], tuple[str | None, str]]
+"""From the text of an answer to its thoughts, None without any, and the rest."""
+
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
+    """Calls as JSON between <tool_call> and </tool_call>: Hermes, Qwen."""
+    found = [(match, _call(match[1], "arguments")) for match in TOOL_CALL.finditer(text)]
+    calls = [(match, call) for match, call in found if call is not None]
+    for match, _ in reversed(calls):
+        text = text[: match.start()] + text[match.end() :]
+    return ParsedText(text.strip() if calls else text, tuple(call for _, call in calls))
+
+
+def llama3_json(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
+    """A text that is one JSON object with `name` and `parameters`, or several with ; between them: Llama 3."""
+    given = text.strip().removeprefix("<|python_tag|>").strip()
+    decoder, calls, at = json.JSONDecoder(), [], 0
+    while at < len(given):
+        try:
+            _, end = decoder.raw_decode(given, at)
+        except ValueError:
+            return ParsedText(text)
+        call = _call(given[at:end], "parameters")
+        if call is None:
+            return ParsedText(text)
+        calls.append(call)
+        at = end + len(given[end:]) - len(given[end:].lstrip("; \n"))
+    return ParsedText("", tuple(calls)) if calls else ParsedText(text)
+
+
+def _call(text: str, key: str) -> tuple[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get(key, value.get("arguments", {}))
+    return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+TOOL_PARSERS: dict[str, ToolParser] = {HERMES: hermes, LLAMA3_JSON: llama3_json}
+"""Parsers that need no engine; others are those of SGLang."""
+
+
+def thoughts(text: str) -> tuple[str | None, str]:
+    """Thoughts before </think>, whether the answer or its prompt began them, and the rest."""
+    before, found, after = text.partition("</think>")
+    if not found:
+        begun = text.lstrip().startswith("<think>")
+        return (text.lstrip().removeprefix("<think>").strip(), "") if begun else (None, text)
+    return before.strip().removeprefix("<think>").strip(), after.lstrip("\n")
+
+
+def answered(
+    text: str,
+    tools: Sequence[Mapping[str, Any]],
+    parse: ToolParser | None,
+    reason: ReasoningParser | None,
+    call_id: str,
+) -> dict[str, Any]:
+    """The message of an answer; arguments of its tool calls are JSON values, and their ids begin with `call_id`."""
+    thought, rest = (None, text) if reason is None else reason(text)
+    parsed = parse(rest, tools) if parse is not None and tools else ParsedText(rest)
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content or None if parsed.calls else rest}
+    if thought is not None:
+        message["reasoning_content"] = thought
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"id": f"{call_id}{number}", "type": "function", "function": {"name": name, "arguments": given}}
+            for number, (name, given) in enumerate(parsed.calls)
+        ]
+    return message
