@@ -24,6 +24,7 @@ ORDER = [
     "sandbox",
     "rewards",
     "envs",
+    "agents",
     "usercode",
     "trackers",
     "rollout",

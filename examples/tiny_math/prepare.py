@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 """The question unchanged, then one marker after which the answer starts: a small model need not learn a format."""
 
 
-def make_tokenizer(words: tuple[str, ...] = ()) -> Qwen2Tokenizer:
+def make_tokenizer(words: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
     """A `Qwen2Tokenizer` with one token per byte, so one per character of a problem: the id is the byte plus three.
 
     It is Qwen's own class because transformers loads any folder of a Qwen2 model with that one. Decoding the ids of any
@@ -35,6 +35,7 @@ def make_tokenizer(words: tuple[str, ...] = ()) -> Qwen2Tokenizer:
 
     Args:
         words: texts that are one token each, after those of the bytes.
+        chat_template: of conversations.
     """
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -48,7 +49,7 @@ def make_tokenizer(words: tuple[str, ...] = ()) -> Qwen2Tokenizer:
         eos_token=END,
         unk_token=PAD,
         additional_special_tokens=[ANSWER],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
@@ -124,18 +125,19 @@ def make_weights(config: Qwen2Config, seed: int) -> dict[str, Any]:
     return {name: draw(name, shape) for name, shape in shapes.items()}
 
 
-def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = ()) -> Path:
+def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE) -> Path:
     """Writes model and tokenizer to `folder` and returns it; the same seed writes the same bytes.
 
     Args:
         folder: made when missing; files of an earlier call are overwritten.
         seed: of the random weights.
         words: see `make_tokenizer`.
+        chat_template: of conversations.
     """
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    tokenizer = make_tokenizer(words)
+    tokenizer = make_tokenizer(words, chat_template)
     config = make_config(len(tokenizer))
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)

@@ -163,10 +163,7 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
     "speculative decoding": (
         _given(" ".join(f"{SGLANG}.speculative_{name}" for name in ("algorithm", "draft_model_path", "config"))),
     ),
-    "agents that call the policy through an OpenAI-compatible endpoint": (
-        _classes("env_manager_cls", "*Proxy*", "*AgentRunner*"),
-        _classes("agent_runner_cls", "*"),
-    ),
+    "agents in a sandbox": (_classes("agent_runner_cls", "Push*", "Pull*", "Rock*", "Sandbox*"),),
     "agents that keep their own messages": (_classes("env_manager_cls", "AgentNative*", "*Sandbox*"),),
 }
 """Capability -> where a recipe shows that it needs it."""

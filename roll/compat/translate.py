@@ -34,12 +34,12 @@ from roll.compat.systems.verl_correction import read_rollout_correction
 from roll.compat.systems.verl_files import place_pools, read_verl_file
 from roll.compat.systems.vllm import VLLM, read_engine
 
-NO_ENDPOINT = """agents that call the policy through an OpenAI-compatible endpoint are not available yet; write the
-    loop as a TextEnv (docs/environments.md)"""
+ENDPOINT = """an agent that calls an OpenAI-compatible endpoint is named in custom_envs.<name>.agent, or a program in
+    custom_envs.<name>.command (docs/agents.md)"""
 
 AGENTS = f"""agent agent_loop* agent_cls agent_class agent_runner agent_fn agent_func* rollout_fn rollout_func*
     custom_rollout* custom_generate_function* multi_turn* workflow workflow_cls workflow_class openai_* if off:
-    {NO_ENDPOINT}"""
+    {ENDPOINT}"""
 """Names that frameworks have for the loop of an agent, and for the endpoint that it calls."""
 
 COMMON = Table(
@@ -49,7 +49,7 @@ COMMON = Table(
 [rollout.]
 {AGENTS}
 [] agentic
-base_url api_base api_key if off: {NO_ENDPOINT}
+base_url api_base api_key if off: {ENDPOINT}
 []
 lora_* use_lora use_peft *.model.lora*: LoRA is off
 """)

@@ -197,7 +197,7 @@ def _check_lengths(config: AgenticConfig) -> Iterator[Finding]:
     for tag, entry in config.custom_envs.items():
         own = f"custom_envs.{tag}.max_tokens_per_step"
         limit = (own if own in given else common, entry.max_tokens_per_step or 0)
-        turns[limit] = max(turns.get(limit, 1), entry.max_steps or 1)
+        turns[limit] = max(turns.get(limit, 1), 1 if entry.is_agent else entry.max_steps or 1)
     for (path, tokens), most in turns.items():
         yield from _check_turns(path, tokens, most, config)
     for role in ("actor_infer", "validation"):

@@ -11,7 +11,7 @@ from typing import Any
 from roll.algorithms.options.policy_options import proximal_source, ratio_base, traits_of
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig
-from roll.configs.environments import CustomEnvConfig, EnvManagerConfig
+from roll.configs.environments import MAX_REQUESTS, CustomEnvConfig, EnvManagerConfig
 from roll.configs.learning.rounding import mismatch_bounds
 from roll.configs.pipeline import BaseConfig, LearnerOptions, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
@@ -224,10 +224,10 @@ def _fill_in_turn_lengths(config: AgenticConfig) -> list[Problem]:
     if config.sequence_length is None:
         message = "is not given; write the longest trajectory in tokens, such as 8192"
         problems.append(Problem("sequence_length", message))
-    limits = [entry.max_tokens_per_step for entry in config.custom_envs.values()]
+    limits = [entry.max_tokens_per_step for entry in config.custom_envs.values() if not entry.is_agent]
     if config.max_tokens_per_step is None:
         config.max_tokens_per_step = sampling.max_new_tokens
-    if config.max_tokens_per_step is None and (None in limits or not limits):
+    if config.max_tokens_per_step is None and (None in limits or not config.custom_envs):
         hint = "write the longest text of one turn in tokens, such as 128"
         other = "actor_infer.generating_args.max_new_tokens"
         problems.append(Problem("max_tokens_per_step", f"is not given, and neither is {other}; {hint}"))
@@ -236,7 +236,8 @@ def _fill_in_turn_lengths(config: AgenticConfig) -> list[Problem]:
     assert config.sequence_length is not None
     for entry in config.custom_envs.values():
         if entry.max_tokens_per_step is None:
-            entry.max_tokens_per_step = config.max_tokens_per_step
+            whole = max(1, config.sequence_length - 1) if entry.is_agent else None
+            entry.max_tokens_per_step = config.max_tokens_per_step or whole
     longest = max([entry.max_tokens_per_step or 0 for entry in config.custom_envs.values()] or [1])
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = longest
@@ -278,7 +279,10 @@ def _fill_in_sample_kind(config: AgenticConfig) -> list[Problem]:
 
 
 def _fill_in_steps(path: str, entry: CustomEnvConfig, default: int) -> list[Problem]:
-    """Sets the `max_steps` of an entry and of its options, which are one number."""
+    """Sets the `max_steps` of an entry and of its options, which are one number; for an agent, its `max_requests`."""
+    if entry.is_agent:
+        entry.max_steps = entry.max_requests = entry.max_requests or MAX_REQUESTS
+        return []
     inner = entry.env_config.get("max_steps")
     if entry.max_steps is not None and inner is not None and inner != entry.max_steps:
         return [Problem(f"{path}.max_steps", f"{entry.max_steps} is not env_config.max_steps {inner}; keep one")]

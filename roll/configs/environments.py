@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +13,11 @@ from importlib.util import find_spec
 from string import Formatter
 from typing import Any, Literal
 
-from roll.base.errors import Finding, error
-from roll.base.schema import one_or_many, option
+from roll.base.errors import Finding, error, missing, warning
+from roll.base.schema import Condition, one_or_many, option
 from roll.base.text import nearest
+from roll.configs.user_code import names_code, names_in
+from roll.hub.names import local_file
 
 SYSTEM_FIELDS = ("env_instruction",)
 """Fields of `agent_system_template`, the system message of a trajectory; other braces in it are text."""
@@ -140,16 +145,93 @@ def env_manager(value: Any) -> Any:
     return MANAGERS[name]
 
 
+MAX_REQUESTS = 30
+"""Default of `max_requests`."""
+
+COMMAND_FIELDS = ("task_file", "seed")
+"""What is replaced in the words of a `command`."""
+
+OF_AGENTS = Condition(
+    lambda config, entry: entry.is_agent, "only agents have it; set agent or command", (".agent", ".command")
+)
+
+OF_ENVIRONMENTS = Condition(
+    lambda config, entry: not entry.is_agent,
+    "an agent writes its own messages and ends by itself",
+    (".agent", ".command"),
+)
+
+INSTEAD_OF_ENVIRONMENT = Condition(
+    lambda config, entry: not entry.is_agent, "agent or command is in its place; keep one", (".agent", ".command"), True
+)
+
+
+def agent_class(value: Any) -> Any:
+    """The `agent` of an entry.
+
+    Raises:
+        ValueError: it has not the form `module:Class`.
+    """
+    if isinstance(value, str) and not names_code(value):
+        module, _, name = value.rpartition(".") if ":" not in value else (value.partition(":")[0], "", "Class")
+        module = module.removesuffix(".py").rpartition("/")[2] or "my_agent"
+        raise ValueError(f"{value!r} is not module:Class; write {module}:{name if name.isidentifier() else 'Class'}")
+    return value
+
+
+def command_words(value: Any) -> Any:
+    """A command line as the list of its words; any other value unchanged.
+
+    Raises:
+        ValueError: a quotation does not end.
+    """
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+@dataclass
+class TaskFiles:
+    """The tasks of an agent."""
+
+    file_name: list[str] = option(
+        factory=list, help="JSONL, JSON or parquet files; a row is a task. Without: the seed is it.", parse=one_or_many
+    )
+
+
 @dataclass
 class CustomEnvConfig:
-    """One kind of environment and the messages the model gets about it."""
+    """One kind of environment and the messages the model gets about it, or one kind of agent."""
 
     env_type: str = option(
-        "frozen_lake", "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`."
+        "frozen_lake",
+        "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`.",
+        only_for=INSTEAD_OF_ENVIRONMENT,
     )
-    env_config: dict[str, Any] = option(factory=dict, help="Options of the environment.")
+    env_config: dict[str, Any] = option(factory=dict, help="Options of the environment.", only_for=OF_ENVIRONMENTS)
+    agent: str | None = option(
+        None,
+        "`module:Class`, an `Agent` that calls an OpenAI-compatible endpoint (docs/agents.md), in place of env_type.",
+        parse=agent_class,
+    )
+    command: list[str] = option(
+        factory=list,
+        help="A program that calls the endpoint, in place of env_type: its words, with {task_file} for a JSON file of "
+        'the task and {seed}. The last line of its output is its reward, {"reward": 1.0}.',
+        parse=command_words,
+    )
+    tasks: TaskFiles = option(factory=TaskFiles, help="The tasks of an agent.", only_for=OF_AGENTS)
+    max_requests: int | None = option(
+        None,
+        f"Requests of one episode of an agent; more end it. Default: {MAX_REQUESTS}.",
+        ge=1,
+        usual=(1, 1e5),
+        only_for=OF_AGENTS,
+    )
     max_steps: int | None = option(
-        None, "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.", ge=1, usual=(1, 1e8)
+        None,
+        "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.",
+        ge=1,
+        usual=(1, 1e8),
+        only_for=OF_ENVIRONMENTS,
     )
     max_tokens_per_step: int | None = option(
         None, "Longest text of one turn in tokens; default: the pipeline's max_tokens_per_step.", ge=1
@@ -158,6 +240,7 @@ class CustomEnvConfig:
         SYSTEM_TEMPLATE,
         "System message, null for none; {env_instruction} is replaced, other braces are text.",
         parse=system_template,
+        only_for=OF_ENVIRONMENTS,
     )
     agent_template: str = option(
         TURN_TEMPLATE,
@@ -165,10 +248,15 @@ class CustomEnvConfig:
         "{max_response_length} and {env_instruction}, which is empty after the first turn. Where neither template has "
         "{env_instruction}, the first turn begins with it. Fields of ROLL's templates for single turns are read too.",
         parse=turn_template,
+        only_for=OF_ENVIRONMENTS,
     )
     env_manager_cls: SampleBy | None = option(
         None, "traj or step, the same for all entries; default: the pipeline's sample_by.", parse=env_manager
     )
+
+    @property
+    def is_agent(self) -> bool:
+        return bool(self.agent or self.command)
 
 
 @dataclass
@@ -235,8 +323,33 @@ def check_entries(entries: Mapping[str, CustomEnvConfig], try_environment: TryEn
     if not entries:
         yield error("custom_envs", "is empty, so there is no environment; describe one, such as Lake: {}")
     for tag, entry in entries.items():
-        if try_environment is not None and not names_class(entry.env_type):
+        if entry.is_agent:
+            yield from _check_agent(f"custom_envs.{tag}", entry)
+        elif try_environment is not None and not names_class(entry.env_type):
             yield from try_environment(f"custom_envs.{tag}", entry.env_type, entry.env_config)
+
+
+def _check_agent(path: str, entry: CustomEnvConfig) -> Iterator[Finding]:
+    yield error(path, "agents are not run yet; write a TextEnv (docs/environments.md)")
+    if entry.agent and entry.command:
+        yield error(f"{path}.command", f"agent {entry.agent} is given too; keep one")
+    elif entry.command and shutil.which(entry.command[0]) is None:
+        there = os.path.exists(entry.command[0])
+        fix = "is no program; make it executable, or name its interpreter" if there else "is not on this machine"
+        yield missing(f"{path}.command", f"{entry.command[0]} {fix}")
+    for field in re.findall(r"\{(\w+)\}", " ".join(entry.command)):
+        like = None if field in COMMAND_FIELDS else nearest(field, COMMAND_FIELDS)
+        if like:
+            yield warning(f"{path}.command", f"{{{field}}} is not a field; did you mean {{{like}}}?")
+    module, _, name = (entry.agent or "").partition(":")
+    names = names_in(module) if module else None
+    if names is not None and name not in names:
+        like = nearest(name, names)
+        hint = f"; did you mean {like}?" if like else ""
+        yield error(f"{path}.agent", f"{module} has no class {name}{hint}")
+    for name in entry.tasks.file_name:
+        if not local_file(name).is_file():
+            yield missing(f"{path}.tasks.file_name", f"{name} is not here")
 
 
 def check_manager(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import linecache
@@ -13,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +99,24 @@ def import_named(name: str, fits: Callable[[Any], bool]) -> tuple[ModuleType, An
     if not fits(found):
         raise UserCodeError(_does_not_fit(name, module, attribute, found, fits))
     return module, found
+
+
+def names_in(module: str) -> list[str] | None:
+    """Names that the source of a module binds anywhere, without importing it; None if they are not all known."""
+    try:
+        found = find_spec(module) if "." not in module else None
+        tree = ast.parse(Path(found.origin or "").read_bytes()) if found is not None else None
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return None
+    names: list[str] = []
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.alias):
+            names.append(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+    return None if tree is None or {"*", "__getattr__"}.intersection(names) else names
 
 
 def failure_text(error: BaseException, called: Any = None) -> str:

@@ -89,7 +89,11 @@ def check_environments(config: AgenticConfig, played: dict[str, Played] | None =
 
     `played` gets an episode of each environment by the path of its entry, of built-in ones too.
     """
-    trials = [EnvTrial(f"custom_envs.{tag}", env.env_type, env.env_config) for tag, env in config.custom_envs.items()]
+    trials = [
+        EnvTrial(f"custom_envs.{tag}", env.env_type, env.env_config)
+        for tag, env in config.custom_envs.items()
+        if not env.is_agent
+    ]
     if played is not None:
         built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN_ENVS}
         played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}

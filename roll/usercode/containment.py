@@ -52,8 +52,10 @@ _spared: set[int] = set()
 """The watchdog of a process that adopts no orphans, which only it finds."""
 
 
-def contain(process_limit: int | None = None, memory_bytes: int | None = None, adopt: bool = True) -> None:
+def contain(process_limit: int | None = None, memory_bytes: int | None = None, adopt: bool = True) -> int:
     """Makes the descendants of this process end with it, and it with its driver; call it before it has threads.
+
+    Returns the id of its watchdog.
 
     With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
     it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
@@ -78,11 +80,20 @@ def contain(process_limit: int | None = None, memory_bytes: int | None = None, a
         _spared.add(watchdog)
     signal.signal(signal.SIGTERM, _end)
     atexit.register(kill_descendants)
+    return watchdog
 
 
 def _end(*_: Any) -> None:
     kill_descendants()
     os._exit(1)
+
+
+def kill_remaining(watchdog: int) -> None:
+    """As `kill_descendants`, faster for a process that adopts orphans and has none: it does not list all processes."""
+    if _descendants([os.getpid()], 1) == {watchdog}:
+        _kill(watchdog)
+    else:
+        kill_descendants()
 
 
 def kill_descendants() -> None:

@@ -140,10 +140,10 @@ name: the two managers have fixed names
 max_concurrency: env_managers run every environment in its own thread
 worker_cls: environments run in processes of a pool
 group_filter_cls if *.GroupFilter: every complete group is trained on; leave it out
-llm_proxy if policy: actions are always the policy's; an agent that calls an OpenAI-compatible endpoint becomes a
-    TextEnv (docs/environments.md)
+llm_proxy if policy: actions are always the policy's; an agent that calls an OpenAI-compatible endpoint is named in
+    custom_envs.<name>.agent (docs/agents.md)
 [custom_envs.*.]
-agent_runner_cls if off: agents that call an endpoint are not available yet
+agent_runner_cls if off: the run plays the environment itself
 use_thread_lock: environments share no state
 max_env_step_concurrent: num_env_groups bounds the steps at a time
 user_prompt_format: agent_template is the message

@@ -34,6 +34,9 @@ STUDENT_ROLE, PURE_OPD_KIND = "student_train", "pure_opd_pipeline_type"
 PAIR_KEYS = {"chosen_key": "chosen", "rejected_key": "rejected"}
 """Keys of a recipe of DPO -> keys of `data_args`."""
 
+PROXY, OWN_RUNNERS = "ProxyEnvManager", "roll."
+"""The environment manager that runs agents, and how the names of ROLL's own agents begin."""
+
 UNAVAILABLE_TRACKERS = ("ml_tracker", "none")
 """Values of `track_with` in ROLL without a counterpart in this project."""
 
@@ -54,6 +57,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     roll_losses.read_correction(recipe)
     roll_losses.read_reward_norm(recipe)
     read_rewards(recipe)
+    _read_agents(recipe)
     _read_distillation(recipe)
     _read_remove_padding(recipe)
     _read_frozen(recipe)
@@ -361,6 +365,30 @@ def _read_environments(recipe: Recipe) -> None:
     for manager in ("train_env_manager", "val_env_manager"):
         if recipe.get(f"{manager}.max_traj_per_env", -1) != -1:
             recipe.drop(f"{manager}.max_traj_per_env", "environments run as many trajectories as batches need")
+
+
+def _read_agents(recipe: Recipe) -> None:
+    """A runner of the user is an agent; GEMRunner of ROLL plays the environment of its entry, as a run here does."""
+    for tag in recipe.section("custom_envs"):
+        entry = f"custom_envs.{tag}"
+        path, manager = f"{entry}.agent_runner_cls", f"{entry}.env_manager_cls"
+        proxy = str(recipe.get(manager)).endswith(PROXY)
+        runner = str(recipe.get(path) or "")
+        module, _, name = runner.rpartition(".")
+        if proxy and not runner:
+            recipe.error(manager, f"{PROXY} runs an agent_runner_cls, which is not given; set agent (docs/agents.md)")
+        elif name == "GEMRunner":
+            recipe.drop(path, "a run plays the environment of an entry itself")
+        elif module.startswith(OWN_RUNNERS):
+            recipe.error(path, f"{name} is not available; set agent to a class of yours (docs/agents.md)")
+        elif module and recipe.put_new(f"{entry}.agent", f"{module}:{name}"):
+            recipe.take(path)
+            recipe.note(path, f"is read as agent {module}:{name}; its run(task, seed) is what run_job(seed) was")
+            for key in ("env_type", "env_config", "agent_system_template", "agent_template", "max_steps"):
+                recipe.drop(f"{entry}.{key}", "the agent chooses its task and messages")
+        if proxy and runner:
+            recipe.put(manager, "traj")
+            recipe.note(manager, f"{PROXY} is read as traj")
 
 
 def _read_agentic_lengths(recipe: Recipe) -> None:
