@@ -269,7 +269,9 @@ class GeneratingArguments:
     )
     num_beams: Literal[1] = option(1, "Beam search is not sampling: only 1.")
     stop_strings: list[str] = option(
-        factory=list, parse=one_or_many, help="Strings that end a response; each must be one token of the tokenizer."
+        factory=list,
+        parse=one_or_many,
+        help="Strings that end a response: one token as this token, others where they end in the text.",
     )
 
 

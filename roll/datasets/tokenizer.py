@@ -15,6 +15,7 @@ from roll.configs.arguments import DataArguments
 from roll.configs.run_options import DataOptions
 from roll.datasets.preferences import encode_preferences
 from roll.datasets.sft import encode_sft_data
+from roll.datasets.stop_strings import text_until_stop
 from roll.datasets.templates import ConversationEncoder, encode_prompts, template_variables
 from roll.hub.names import local_model
 
@@ -39,15 +40,21 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def response_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
+def response_text(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    stop_strings: Sequence[str] = (),
+    stop_token_ids: Collection[int] = (),
+) -> str:
     """The text of a response as the model wrote it, without the special tokens that end it.
 
     These are `stop_token_ids`, the tokenizer's eos and pad token, and the eos tokens in generation_config.json of its
-    folder. Other special tokens, such as tags, stay, and so does a stop token that is none.
+    folder. Other special tokens, such as tags, stay, and so does a stop token that is none. The text ends with the
+    first of `stop_strings`, also where its last token goes on.
     """
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids, *_ends_of_model(tokenizer.name_or_path)}
     hidden = {each for each in ends.intersection(ids) if not tokenizer.decode([each], skip_special_tokens=True)}
-    return str(tokenizer.decode([each for each in ids if each not in hidden]))
+    return text_until_stop(str(tokenizer.decode([each for each in ids if each not in hidden])), stop_strings)
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.base.errors import RunError
 from roll.configs.arguments import GeneratingArguments
+from roll.datasets.stop_strings import divide_stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +27,7 @@ A single response has terminated when its stop token came, and reached its lengt
 class SamplingParams:
     """How one response is sampled.
 
+    A response ends with a token of `stop_token_ids`, or the one in which a string of `stop_strings` ends in its text.
     The engine's log-probs are those of the full softmax at `temperature`; with `sampling_mask` they are those of the
     tokens that `top_k` and `top_p` kept, and the ids of these come with them.
     """
@@ -37,30 +39,26 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     sampling_mask: bool = False
+    stop_strings: tuple[str, ...] = ()
 
 
 def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
     """The sampling parameters of a role; generation stops at the tokenizer's eos token and at `stop_strings`.
 
     Raises:
-        RunError: max_new_tokens is not set, or a stop string is not one token.
+        RunError: max_new_tokens is not set.
     """
     if args.max_new_tokens is None:
         raise RunError(f"{path}.max_new_tokens: is not set")
-    stops = [tokenizer.encode(text, add_special_tokens=False) for text in args.stop_strings]
-    for text, tokens in zip(args.stop_strings, stops, strict=True):
-        if len(tokens) != 1:
-            raise RunError(
-                f"{path}.stop_strings: {text!r} is {len(tokens)} tokens, and an engine stops at one token only; add it "
-                "to the tokenizer and the embedding of the model, or leave it out and let the reward read up to it"
-            )
+    tokens, strings = divide_stops(tokenizer, args.stop_strings)
     return SamplingParams(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
         repetition_penalty=args.repetition_penalty,
-        stop_token_ids=(tokenizer.eos_token_id, *(tokens[0] for tokens in stops)),
+        stop_token_ids=(tokenizer.eos_token_id, *tokens),
+        stop_strings=strings,
     )
 
 

@@ -71,6 +71,23 @@ class EngineHost:
         answers = await anext(self.worker.engine.manager.generate_request(request))
         return [[value for value, *_ in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
 
+    async def sampled_tokens(self, requests: list[GenerateRequest]) -> list[int]:
+        """Tokens of each answer as SGLang sends them, before anything is cut."""
+        generation, lengths = self.worker.generation, []
+        attempt = generation._attempt
+
+        async def count(*arguments: Any) -> Any:
+            result, interrupted = await attempt(*arguments)
+            lengths.append(len(result.response_ids))
+            return result, interrupted
+
+        generation._attempt = count
+        try:
+            await self.worker.generate(requests)
+        finally:
+            del generation._attempt
+        return lengths
+
     async def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
         """Tokens of each answer, and the messages with tokens that the scheduler sends for them."""
         manager = self.worker.engine.manager
@@ -164,6 +181,9 @@ class RemoteEngine:
 
     def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
         return ray.get(self.actor.outputs_of.remote(requests), timeout=CALL_TIMEOUT_S)
+
+    def sampled_tokens(self, requests: list[GenerateRequest]) -> list[int]:
+        return ray.get(self.actor.sampled_tokens.remote(requests), timeout=CALL_TIMEOUT_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
         return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)

@@ -25,6 +25,8 @@ from sglang_host import (
     requests,
     start_host,
 )
+from tokenizers import Regex, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from roll.base.events import EVENTS_FILE
 from roll.distributed.infer.sglang_checksums import EngineChecksums
@@ -51,9 +53,18 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+PIECES = [f"{'abc'[at % 3] * (1 + at // 3 % 4)}{'xyz<>/'[at % 6]}" for at in range(SHAPE["vocab_size"])]
+"""Text of each token; the same text has several spellings."""
+
+
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("llama"), "llama", **SHAPE)
+    folder = write_tiny_model(tmp_path_factory.mktemp("llama"), "llama", **SHAPE)
+    words = {f"{at} {piece}": at for at, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0 ax"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex(r"^\d+ "), ""), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=list(words)[3]).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +189,63 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
     [asked] = requests(1, 30)
     [stopped] = engine.generate([replace(asked, sampling=replace(asked.sampling, stop_token_ids=(stop,)))])
     assert (stopped.finish_reason, stopped.response_ids) == ("stop", answer.response_ids[:until])
+
+
+def text_of(ids):
+    return "".join(PIECES[each] for each in ids)
+
+
+def with_stops(request, *stops):
+    return replace(request, sampling=replace(request.sampling, stop_strings=stops))
+
+
+def until_a_stop(ids, stops):
+    """The ids up to the first one with which a stop string is in the text."""
+    ends = (end for end in range(len(ids) + 1) if any(stop in text_of(ids[:end]) for stop in stops))
+    return ids[: next(ends, len(ids))]
+
+
+def test_a_stop_string_of_several_tokens_ends_the_response_and_belongs_to_it(engine, model):
+    asked = requests(8, 60)
+    whole = [answer.response_ids for answer in engine.generate(asked)]
+    stops = [(text_of(ids[30:34])[1:-1], "never") for ids in whole]
+    asked = [with_stops(request, *each) for request, each in zip(asked, stops, strict=True)]
+    mixed = [*asked[:4], *requests(2, 20, first_seed=70), *asked[4:]]
+    answers = engine.generate(mixed)
+    assert [answer.finish_reason for answer in answers] == ["stop"] * 4 + ["length"] * 2 + ["stop"] * 4
+    assert [len(answer.response_ids) for answer in answers[4:6]] == [20, 20]
+    stopped = [*answers[:4], *answers[6:]]
+    assert [answer.response_ids for answer in stopped] == [
+        until_a_stop(ids, each) for ids, each in zip(whole, stops, strict=True)
+    ]
+    assert any(len(answer.response_ids) == 34 for answer in stopped), "the last token goes on after the stop string"
+    assert largest_difference(model, asked, stopped) < TOLERANCE
+
+
+def test_no_token_is_computed_after_a_stop_string(engine):
+    [asked] = requests(1, 300)
+    stop = text_of(engine.generate([asked])[0].response_ids[10:14])
+    tokens, messages = engine.outputs_of([with_stops(asked, stop)])
+    assert tokens[0] <= 14 and messages == 1
+    generated = engine.sampled_tokens([with_stops(asked, stop)])
+    assert generated == tokens
+
+
+def test_a_stop_string_is_found_in_spite_of_pauses(engine):
+    asked = requests(4, RUNNING_TOKENS)
+    whole, quarter_s = [answer.response_ids for answer in engine.generate(asked)], seconds_of_a_quarter(engine)
+    stops = [(text_of(ids[-30:-22])[1:-1],) for ids in whole]
+    pending = engine.start_generate([with_stops(each, *stop) for each, stop in zip(asked, stops, strict=True)])
+    for mode in ("abort_resume", "retract", "abort_resume"):
+        time.sleep(quarter_s)
+        engine.pause(mode)
+        engine.flush_cache()
+        engine.resume()
+    answers = ray.get(pending, timeout=CALL_TIMEOUT_S)
+    assert [answer.response_ids for answer in answers] == [
+        until_a_stop(*each) for each in zip(whole, stops, strict=True)
+    ]
+    assert {answer.finish_reason for answer in answers} == {"stop"}
 
 
 def test_an_expired_request_is_aborted_with_what_it_has(engine):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from examples.tiny_math.prepare import make_tokenizer
-from roll.base.errors import RunError
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.datasets.prompts import PromptSampler
 from roll.datasets.records import DatasetError
@@ -30,16 +29,6 @@ def model(tmp_path: Path) -> Path:
 
 def prepared(config: RLVRConfig) -> None:
     asyncio.run(RLVRPipeline(config).prepare())
-
-
-def test_a_stop_string_of_several_tokens_is_reported_with_its_role(tmp_path: Path, model: Path) -> None:
-    file = jsonl(tmp_path, row(1))
-    given = [f"pretrain={model}", f"actor_train.data_args.file_name={file}"]
-    message = r"actor_infer.generating_args.stop_strings: 'ab' is 2 tokens, and an engine stops at one token only"
-    with pytest.raises(RunError, match=message):
-        prepared(rlvr(tmp_path, *given, "actor_infer.generating_args.stop_strings=[ab]"))
-    with pytest.raises(RunError, match="validation.generating_args.stop_strings: 'ab' is 2 tokens"):
-        prepared(rlvr(tmp_path, *given, "validation.generating_args.stop_strings=[ab]"))
 
 
 def test_prompts_of_which_none_fits_are_reported_with_role_and_file(tmp_path: Path, model: Path) -> None:

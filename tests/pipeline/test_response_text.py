@@ -51,3 +51,9 @@ def test_only_the_tokens_that_end_a_response_are_left_out(ids, text, tmp_path):
 
 def test_a_folder_without_a_generation_config_has_the_ends_of_its_tokenizer(tmp_path):
     assert response_text(tokenizer(tmp_path), [*RESPONSE, OTHER_END, EOS]) == f"{TEXT} <other end>"
+
+
+def test_the_text_ends_with_the_first_stop_string(tmp_path):
+    ids = [THINK, SUM, THOUGHT, EOS]
+    assert response_text(tokenizer(tmp_path), ids, ("12+",)) == "<think> 12+"
+    assert response_text(tokenizer(tmp_path), ids, ("never",)) == "<think> 12+2 </think>"

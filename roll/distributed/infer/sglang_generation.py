@@ -6,14 +6,16 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Literal
 
 from roll.configs.asynchronous import InFlightPolicy
+from roll.datasets.stop_strings import tokens_until_stop
 from roll.distributed.infer.sglang_engine import Engine, EngineError
 from roll.distributed.infer.sglang_requests import RequestSender
+from roll.distributed.infer.sglang_stops import stop_decoder
 from roll.rollout.request_order import RequestOrder
 from roll.rollout.types import GenerateRequest, GenerateResult
 
@@ -82,6 +84,7 @@ class Generation:
         self._running: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._interrupted: set[str] = set()
         self._names = itertools.count()
+        self._decode: Callable[[Sequence[int]], str] | None = None
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order; a request that failed or expired is returned with `error` set.
@@ -91,6 +94,8 @@ class Generation:
         """
         if not requests:
             return []
+        if self._decode is None and any(request.sampling.stop_strings for request in requests):
+            self._decode = (await asyncio.to_thread(stop_decoder, self._engine.arguments["model_path"])).decode
         if not self._deterministic:
             return list(await asyncio.gather(*map(self._answer_when_free, requests)))
         async with self._one_call:
@@ -231,6 +236,9 @@ class Generation:
             rest = request if sampled is None else _rest(request, sampled)
             part, interrupted = await self._attempt(rest, name, left_s)
             sampled = part if sampled is None else joined(sampled, part)
+            end = self._end(request, sampled) if interrupted or sampled.finish_reason != "abort" else None
+            if end is not None:  # SGLang sees no stop string that began before a pause, or that ends right at it
+                return shortened(sampled, end)
             if not interrupted:
                 return sampled
             name, left_s = self._name(), left_s - (self._seconds() - start)
@@ -260,6 +268,11 @@ class Generation:
             reply.cancel()
             del self._running[name]
             self._interrupted.discard(name)
+
+    def _end(self, request: GenerateRequest, sampled: GenerateResult) -> int | None:
+        """Tokens of a response up to the end of its first stop string."""
+        stops = request.sampling.stop_strings
+        return tokens_until_stop(sampled.response_ids, stops, self._decode) if stops and self._decode else None
 
     def _stop_ids(self, request: GenerateRequest) -> set[int]:
         return {*request.sampling.stop_token_ids, *(self._engine.manager.model_config.hf_eos_token_id or ())}
@@ -336,6 +349,19 @@ def completed(request: GenerateRequest, part: GenerateResult, stop_token_ids: Co
     if len(part.response_ids) >= request.sampling.max_new_tokens:
         return replace(part, finish_reason="length", error=None)
     return part
+
+
+def shortened(result: GenerateResult, end: int) -> GenerateResult:
+    """The first `end` tokens of a response, whose last one ends it."""
+    return replace(
+        result,
+        response_ids=result.response_ids[:end],
+        log_probs=result.log_probs[:end],
+        versions=result.versions[:end],
+        sampling_mask=result.sampling_mask[:end],
+        finish_reason="stop",
+        error=None,
+    )
 
 
 def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from roll.distributed.infer.sglang_stops import decode_for_stop_strings
 from roll.distributed.processes import kill, wait_for_end
 from roll.sandbox.isolation import end_with_parent
 from roll.usercode.stopped import is_stopped
@@ -99,6 +100,7 @@ class SchedulerProcess:
         from sglang.srt.managers.scheduler import run_scheduler_process
 
         gc.enable()
+        decode_for_stop_strings()
         run_scheduler_process(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., SchedulerProcess], tuple[dict[str, str]]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.infer.sglang_engine import EngineError, EngineNotRunningError
+from roll.distributed.infer.sglang_stops import add_stop_strings
 from roll.rollout.types import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class RequestSender:
             parameters = SGLangParameters(**preferred | sampling_parameters(sampling))
             parameters.normalize(None)
             parameters.verify(manager.model_config.vocab_size)
+            add_stop_strings(parameters, sampling.stop_strings)
             if len(self._parameters) >= KEPT_PARAMETERS:
                 self._parameters.clear()
             self._parameters[sampling] = parameters

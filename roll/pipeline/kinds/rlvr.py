@@ -89,7 +89,8 @@ class RLVRWorker(RolloutWorker):
                 if failed is not None:
                     group.drop(GENERATION_FAILED, f"{failed.request_id}: {failed.error or 'the response is empty'}")
                     continue
-                texts = [self._scorer.text(response.response_ids) for response in responses]
+                stops = self._sampling[purpose].stop_strings
+                texts = [self._scorer.text(response.response_ids, stops) for response in responses]
                 pairs = zip(responses, texts, strict=True)
                 group.trajectories = [Trajectory.of_response(prompt.ids, response, text) for response, text in pairs]
                 group.greedy = group.trajectories.pop() if purpose == "train" and self._greedy else None

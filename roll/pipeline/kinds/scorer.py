@@ -76,8 +76,8 @@ class Scorer:
         for pool in self._pools.values():
             pool.launch()
 
-    def text(self, response_ids: list[int]) -> str:
-        return response_text(self._tokenizer, response_ids, self.stop_token_ids)
+    def text(self, response_ids: list[int], stop_strings: Sequence[str] = ()) -> str:
+        return response_text(self._tokenizer, response_ids, stop_strings, self.stop_token_ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))

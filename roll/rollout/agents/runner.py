@@ -13,8 +13,8 @@ from roll.rollout.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams
 from roll.usercode.env_pool import EnvFailure, EnvPool
 
-Decode = Callable[[list[int]], str]
-"""From sampled ids to the text that an environment reads."""
+Decode = Callable[[list[int], tuple[str, ...]], str]
+"""From sampled ids, and the stop strings of their request, to the text that an environment reads."""
 
 EpisodeFailure = EpisodeFailed | EnvFailure
 """Failures of one episode; both have a `reason`."""
@@ -147,7 +147,7 @@ class RolloutRunner:
                 )
 
     async def _add_response(self, episode: Episode, request: GenerateRequest, result: GenerateResult) -> None:
-        await episode.add_response(request, result, self._decode(result.response_ids))
+        await episode.add_response(request, result, self._decode(result.response_ids, request.sampling.stop_strings))
 
     def _timed_out(self) -> EpisodeFailed:
         message = f"a trajectory was not over after {self._timeout_s:g} s (trajectory_timeout_s)"

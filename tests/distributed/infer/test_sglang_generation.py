@@ -183,3 +183,40 @@ def test_a_request_that_is_cancelled_as_it_gets_its_place_returns_it():
         assert not generation._order._running
 
     asyncio.run(run())
+
+
+class InParts(Generation):
+    """Its responses come in parts, between which a pause interrupts them; the text of a token is its character."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__(cast(Any, SimpleNamespace()), 60, False, running=4, newer=None, ahead=1, version=lambda: 9)
+        self._decode = lambda ids: "".join(map(chr, ids))
+        self.parts, self.rests = list(parts), list[GenerateRequest]()
+
+    async def _attempt(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
+        self.rests.append(request)
+        ids, number = [*map(ord, self.parts.pop(0))], len(self.rests)
+        log_probs = [-float(number)] * len(ids)
+        interrupted = bool(self.parts)
+        reason, error = ("abort", "cut") if interrupted else ("length", None)
+        return GenerateResult("r", ids, log_probs, [number] * len(ids), cast(Any, reason), error=error), interrupted
+
+
+@pytest.mark.parametrize(
+    ("parts", "stops", "kept"),
+    [
+        (["say </ans", "wer> and more"], ["</answer>"], ["say </ans", "wer>"]),
+        (["say </answer>", "more"], ["</answer>"], ["say </answer>"]),
+        (["ab", "cd", "ef"], ["bcde"], ["ab", "cd", "e"]),
+        (["ab", "cd"], ["x"], ["ab", "cd"]),
+    ],
+)
+def test_a_stop_string_is_found_across_the_parts_of_a_response(parts, stops, kept):
+    generation = InParts(*parts)
+    request = GenerateRequest("r", [1], SamplingParams(99, stop_strings=tuple(stops)))
+    [result] = asyncio.run(generation.generate([request]))
+    assert result.response_ids == [*map(ord, "".join(kept))]
+    assert result.versions == [number for number, part in enumerate(kept, 1) for _ in part]
+    assert result.log_probs == [-float(number) for number in result.versions]
+    assert (result.finish_reason, result.error) == ("length" if stops == ["x"] else "stop", None)
+    assert len(generation.rests) == len(kept), "nothing is asked for after the end"

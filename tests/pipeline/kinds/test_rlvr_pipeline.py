@@ -54,7 +54,7 @@ class LengthScorer(Scorer):
         super().__init__(config.rewards, None)  # type: ignore[arg-type]
         self._pools = {"math_rule": Pool()}  # type: ignore[dict-item]
 
-    def text(self, response_ids: list[int]) -> str:
+    def text(self, response_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
         return decode(response_ids)
 
 
@@ -211,7 +211,7 @@ class SumScorer(Scorer):
         super().__init__(rewards, None)  # type: ignore[arg-type]
         self._pools = {name: Pool(name) for name in rewards}  # type: ignore[misc]
 
-    def text(self, response_ids: list[int]) -> str:
+    def text(self, response_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
         return decode(response_ids)
 
 
@@ -288,7 +288,7 @@ def test_the_template_of_a_reward_model_is_tried_on_the_prompts_that_it_scores_a
 
 def test_a_process_of_a_reward_that_is_replaced_is_an_event(tmp_path: Path) -> None:
     class OddScorer(Scorer):
-        def text(self, response_ids: list[int]) -> str:
+        def text(self, response_ids: list[int], stop_strings: tuple[str, ...] = ()) -> str:
             return "die"
 
     reward = RewardConfig(function="tests.usercode.odd_rewards:behave")

@@ -12,6 +12,7 @@ from typing import Any
 
 from examples.tiny_math.prepare import make_tokenizer
 from roll.configs.pipeline import role_seed
+from roll.datasets.stop_strings import text_until_stop
 from roll.datasets.templates import ConversationEncoder
 from roll.envs.base import EnvConfig, TextEnv, Turn
 from roll.rollout.agents.episode import Episode, Task
@@ -131,8 +132,8 @@ def chat() -> ConversationEncoder:
     return ConversationEncoder(tokenizer(), "native")
 
 
-def decode(ids: list[int]) -> str:
-    return str(tokenizer().decode(ids, skip_special_tokens=True))
+def decode(ids: list[int], stops: tuple[str, ...] = ()) -> str:
+    return text_until_stop(str(tokenizer().decode(ids, skip_special_tokens=True)), stops)
 
 
 def task(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from roll.base.timers import StepClock
 from roll.configs.pipeline import role_seed
 from roll.rollout.agents.runner import run_all
-from roll.rollout.types import GenerateRequest, Group
-from tests.rollout.agents.agent_setup import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task
+from roll.rollout.types import GenerateRequest, Group, SamplingParams
+from tests.rollout.agents.agent_setup import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task, tokenizer
 
 WALK = task(max_steps=3)
 ANSWERS = one_of("left", "right", "gold", "fall", "x" * 40)
@@ -41,10 +42,17 @@ async def run_and_check(
         await nothing_left(setup)
 
 
-async def run_groups(setup: Setup, groups: list[Group], group_size: int, redundancy: int = 0, lockstep: bool = False):
+async def run_groups(
+    setup: Setup,
+    groups: list[Group],
+    group_size: int,
+    redundancy: int = 0,
+    lockstep: bool = False,
+    sampling: SamplingParams = SAMPLING,
+):
     """Runs groups, either way."""
     runner, count = setup.runner, group_size + redundancy
-    runs = [(one, runner.episodes(one, "train", WALK, count, 3, SAMPLING)) for one in groups]
+    runs = [(one, runner.episodes(one, "train", WALK, count, 3, sampling)) for one in groups]
     places = asyncio.Semaphore(count * len(groups))
     if lockstep:
         await runner.run_lockstep(runs, group_size, StepClock())
@@ -292,3 +300,13 @@ def test_environments_cancelled_while_they_open_free_their_slot():
 
     setup = Setup(Engines(one_of("gold")), pause, capacity=3)
     assert [one.drop_reason for one in run(two_groups())] == [None, None]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_an_environment_reads_a_response_up_to_its_stop_string(lockstep):
+    """The token in which it ends may go on; its ids are kept as they were sampled."""
+    sampling = replace(SAMPLING, stop_strings=("gold",))
+    [one] = run(run_groups(Setup(Engines(one_of("golden"))), [group()], 1, lockstep=lockstep, sampling=sampling))
+    [turn] = one.trajectories[0].turns
+    assert (turn.text, turn.reward, one.trajectories[0].stop) == ("gold", 1.0, "terminated")
+    assert tokenizer().decode(one.trajectories[0].ids[turn.start : turn.end - 1]) == "golden"
