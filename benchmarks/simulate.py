@@ -64,7 +64,8 @@ def measure_round(config: Path) -> dict[str, dict[int, float]]:
 def predicted_step_seconds(config: Path, ratio: float) -> float:
     """Step time of the configured split in the simulation."""
     from roll.configs.pipeline import RLConfig
-    from roll.lab.simulate.command import add_options, build_cost_model
+    from roll.lab.simulate.command import add_options
+    from roll.lab.simulate.options_model import build_cost_model
     from roll.lab.simulate.search import predict
     from roll.loading.load import load_config
     from roll.plan.hardware import this_machine

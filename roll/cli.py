@@ -65,7 +65,7 @@ TOOLS = {
     "watch": "roll.report.watch",
     "explain": "roll.report.explain_command",
 }
-"""Command -> the module that defines it, with `add_options(parser)` and `run(arguments)`."""
+"""Command -> the module that defines it, with `run(arguments)` and, but for convert, `add_options(parser)`."""
 
 HANDLE_INTERRUPT = ("run", "ablate", "watch")
 """Commands with something to end in order at Ctrl-C; it ends the others at once."""
@@ -230,7 +230,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             command.add_argument("config", help="YAML file")
             help_text = "override values of the file"
             command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_text)
-        if name in TOOLS and name in argv:
+        if name in TOOLS and name in argv and name != "convert":
             _tool(name).add_options(command)
     return parser
 

@@ -268,6 +268,19 @@ HEAVY = {"torch", "transformers", "ray", "sglang", "matplotlib", "roll.tools", "
 """Libraries that take seconds to import together, and the folders that only some commands need."""
 
 
+def test_help_imports_few_modules_and_not_the_configuration() -> None:
+    code = (
+        "import contextlib, sys\nfrom roll.cli import HELP, main\n"
+        "for arguments in [['--help'], ['--version'], *([name, '--help'] for name in HELP)]:\n"
+        "    with contextlib.suppress(SystemExit):\n        main(arguments)\n"
+        "heavy = {'numpy', 'pyarrow', 'roll.configs.pipeline', 'roll.loading'}\n"
+        "print(len(sys.modules), *sorted(heavy & {*sys.modules}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    count, *heavy = run.stdout.splitlines()[-1].split()
+    assert heavy == [] and int(count) < 500
+
+
 def test_help_and_errors_of_arguments_import_no_heavy_library_and_a_plan_no_tool(tmp_path: Path) -> None:
     commands = [["plan", "missing.yaml"], [], ["run", "missing.yaml", "--no"], ["rehearse", "missing.yaml"]]
     commands += [["show", "none"], ["plot", "none"], *([name, word] for name in HELP for word in ("--help", "--no"))]

@@ -6,10 +6,7 @@ import argparse
 from pathlib import Path
 
 from roll.base.errors import RunError
-from roll.report.page import make_page
-from roll.report.read import read_run
 from roll.tools.terminal import option_error
-from roll.trackers.files import explain_write_errors
 
 FILE = "report.html"
 """File in the folder of the first run, without --out."""
@@ -36,6 +33,10 @@ def report(folders: list[Path], out: Path | None = None) -> Path:
     Raises:
         ConfigError: a folder is not that of a run, there are too many, or the page cannot be written.
     """
+    from roll.report.page import make_page
+    from roll.report.read import read_run
+    from roll.trackers.files import explain_write_errors
+
     if len(folders) > MOST_RUNS:
         raise option_error(
             "RUN_DIR", f"{len(folders)} runs; at most {MOST_RUNS} fit a page, `roll ablate` reports more"

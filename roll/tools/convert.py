@@ -31,10 +31,6 @@ for _first, _resolvers in YamlLoader.yaml_implicit_resolvers.items():
         _Dumper.add_implicit_resolver(_tag, _pattern, [_first])
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """`roll convert` has no options but the file and overrides."""
-
-
 def run(arguments: argparse.Namespace) -> int:
     print(convert(arguments.config, arguments.overrides), end="")
     return 0

@@ -93,73 +93,24 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-@dataclass(frozen=True)
-class Column:
-    """A measure in the table: attribute of TrialResult, heading, number of decimals."""
-
-    name: str
-    title: str
-    decimals: int
-
-
-MEASURES_SHOWN = (
-    Column("final_score", "final score", 3),
-    Column("best_score", "best score", 3),
-    Column("area_under_curve", "area under curve", 3),
-    Column("steps_to_target", "steps to target", 1),
-    Column("staleness", "staleness, versions", 2),
-    Column("ess", "ESS, fraction", 3),
-    Column("wall_s", "wall time, s", 1),
-)
-"""Measures in the order of the table."""
-
-
-@dataclass(frozen=True)
-class MeanStd:
-    """Mean and sample standard deviation of `count` values; `std` is None for one value."""
-
-    mean: float
-    std: float | None
-    count: int
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """Measures of one variant at one ratio over its finished seeds."""
-
-    variant: str
-    ratio: float
-    finished: int
-    seeds: int
-    measures: dict[str, MeanStd | None]
-
-
-def aggregate_trials(results: Sequence[TrialResult]) -> list[TableRow]:
-    """One row per variant and ratio, in the order of the results; only finished trials count in the measures."""
-    groups: dict[tuple[float, str], list[TrialResult]] = {}
-    for result in results:
-        groups.setdefault((result.ratio, result.variant), []).append(result)
-    rows = []
-    for (ratio, variant), group in groups.items():
-        finished = [result for result in group if result.status == "finished"]
-        measures = {
-            column.name: mean_std([getattr(result, column.name) for result in finished]) for column in MEASURES_SHOWN
-        }
-        rows.append(TableRow(variant, ratio, len(finished), len(group), measures))
-    return rows
-
-
-def mean_std(values: Sequence[float | None]) -> MeanStd | None:
-    """Mean and standard deviation of the values that are not None; None if all are."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return None
-    return MeanStd(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+MEASURES_SHOWN = {
+    "final_score": ("final score", 3),
+    "best_score": ("best score", 3),
+    "area_under_curve": ("area under curve", 3),
+    "steps_to_target": ("steps to target", 1),
+    "staleness": ("staleness, versions", 2),
+    "ess": ("ESS, fraction", 3),
+    "wall_s": ("wall time, s", 1),
+}
+"""Measures in the order of the table: their heading and number of decimals."""
 
 
 def markdown_report(results: Sequence[TrialResult], config: str, target: float | None) -> str:
     """The text of `ablation.md`: the table, a legend, unfinished trials, and the output of failed ones."""
-    columns = [column for column in MEASURES_SHOWN if target is not None or column.name != "steps_to_target"]
+    measures = [name for name in MEASURES_SHOWN if target is not None or name != "steps_to_target"]
+    groups: dict[tuple[float, str], list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault((result.ratio, result.variant), []).append(result)
     legend = (
         "\nScores are `val/score`; the area under the curve is its mean height over steps; wall time is the sum of "
         "`time/step`. Values are mean ± standard deviation over finished seeds."
@@ -168,9 +119,9 @@ def markdown_report(results: Sequence[TrialResult], config: str, target: float |
         legend += f" The target is {target:g}; brackets give the number of seeds that reached it."
     parts = [
         f"# Ablation of {config}\n",
-        "| " + " | ".join(["variant", "ratio", "seeds", *(column.title for column in columns)]) + " |",
-        "|" + "---|" * (3 + len(columns)),
-        *(_markdown_row(row, columns) for row in aggregate_trials(results)),
+        "| " + " | ".join(["variant", "ratio", "seeds", *(MEASURES_SHOWN[name][0] for name in measures)]) + " |",
+        "|" + "---|" * (3 + len(measures)),
+        *(_markdown_row(group, measures) for group in groups.values()),
         legend,
     ]
     unfinished = [_label(result) for result in results if result.status == "unfinished"]
@@ -182,21 +133,24 @@ def markdown_report(results: Sequence[TrialResult], config: str, target: float |
     return "\n".join(parts) + "\n"
 
 
-def _markdown_row(row: TableRow, columns: Sequence[Column]) -> str:
-    seeds = str(row.seeds) if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
-    cells = [row.variant, format_exact(row.ratio), seeds, *(_markdown_cell(row, column) for column in columns)]
-    return "| " + " | ".join(cells) + " |"
+def _markdown_row(group: Sequence[TrialResult], measures: Sequence[str]) -> str:
+    """One variant at one ratio over its seeds; only finished trials count in the measures."""
+    finished = [result for result in group if result.status == "finished"]
+    seeds = str(len(group)) if len(finished) == len(group) else f"{len(finished)} of {len(group)}"
+    cells = [measure_cell(name, [getattr(result, name) for result in finished]) for name in measures]
+    return "| " + " | ".join([group[0].variant, format_exact(group[0].ratio), seeds, *cells]) + " |"
 
 
-def _markdown_cell(row: TableRow, column: Column) -> str:
-    value = row.measures[column.name]
-    if value is None:
-        return "never" if column.name == "steps_to_target" and row.finished else "-"
-    text = f"{value.mean:.{column.decimals}f}"
-    if value.std is not None:
-        text += f" ± {value.std:.{column.decimals}f}"
-    if column.name == "steps_to_target" and row.finished > 1:
-        text += f" ({value.count} of {row.finished})"
+def measure_cell(name: str, values: Sequence[float | None]) -> str:
+    """Mean and sample standard deviation of the values that are not None; of `steps_to_target` their number too."""
+    known, decimals = [value for value in values if value is not None], MEASURES_SHOWN[name][1]
+    if not known:
+        return "never" if name == "steps_to_target" and values else "-"
+    text = f"{statistics.fmean(known):.{decimals}f}"
+    if len(known) > 1:
+        text += f" ± {statistics.stdev(known):.{decimals}f}"
+    if name == "steps_to_target" and len(values) > 1:
+        text += f" ({len(known)} of {len(values)})"
     return text
 
 

@@ -13,9 +13,6 @@ from rich import box
 from rich.table import Table
 
 from roll.base.terminal import end_now, handle_interrupt, make_console
-from roll.envs.registry import try_environment
-from roll.loading.load import load_config
-from roll.plan.hardware import prepare_devices
 from roll.tools.doctor.comparison import MEASURES, RankSpeeds, medians, slow_nodes, slow_speeds
 from roll.tools.terminal import number
 
@@ -46,11 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fraction(text: str) -> float:
-    """Argument type for numbers above 0 and up to 1.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
+    """Argument type for numbers above 0 and up to 1."""
     value = number(0)(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a fraction; use a number above 0 and up to 1")
@@ -67,6 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: the configuration cannot be used on this machine.
         RunError: a measurement failed.
     """
+    from roll.envs.registry import try_environment
+    from roll.loading.load import load_config
+    from roll.plan.hardware import prepare_devices
+
     config = load_config(arguments.config, arguments.overrides, try_environment=try_environment)
     prepare_devices(config)
     print("starting Ray and a process on each device", file=sys.stderr, flush=True)

@@ -82,11 +82,7 @@ class SpeedWorker(Worker):
 
     @register()
     def exchange(self, partners: Sequence[int | None]) -> float:
-        """Bandwidth in each direction while this rank and its partner send to each other; 0 without a partner.
-
-        Args:
-            partners: of each rank.
-        """
+        """Bandwidth in each direction while this rank and `partners[rank]` send to each other; 0 without a partner."""
         partner = partners[self.rank.rank]
         if partner is None:
             return 0.0

@@ -12,9 +12,9 @@ import yaml
 from rich.console import Console
 
 from roll.cli import main
-from roll.lab.rehearse.command import CONFIG_FILE
 from roll.lab.rehearse.inputs import Inputs
 from roll.lab.rehearse.overrides import shrink
+from roll.lab.rehearse.rehearsal import CONFIG_FILE
 from roll.lab.rehearse.report import Part, findings, sample_view, summary_of, tables
 from roll.lab.rehearse.runs import RunRecord
 from roll.loading.load import build_config

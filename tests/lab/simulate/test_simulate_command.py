@@ -24,8 +24,9 @@ from roll.lab.simulate.calibration import (
     fit_doubling_batch,
     read_measurements,
 )
-from roll.lab.simulate.command import add_options, build_cost_model, check_simulated
+from roll.lab.simulate.command import add_options
 from roll.lab.simulate.cost_model import CostModel, response_lengths
+from roll.lab.simulate.options_model import build_cost_model, check_simulated
 from roll.lab.simulate.report import print_prediction
 from roll.lab.simulate.search import DeviceSplit, configured_split, possible_splits, predict
 from roll.lab.simulate.simulator import DecodeSpeed, Outcome, generation_seconds, simulate

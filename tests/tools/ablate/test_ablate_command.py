@@ -14,7 +14,7 @@ import pytest
 from roll.base.errors import ConfigError
 from roll.cli import main
 from roll.pipeline.checkpoint import checkpoint_folder
-from roll.tools.ablate.command import Ablation
+from roll.tools.ablate.ablation import Ablation
 from roll.tools.ablate.grid import Trial, check_grid, make_grid
 from roll.tools.ablate.process import lock_folder
 from roll.tools.processes import run_process, tail

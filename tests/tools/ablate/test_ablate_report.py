@@ -9,10 +9,9 @@ import pytest
 from roll.tools.ablate.grid import Trial
 from roll.tools.ablate.report import (
     TrialResult,
-    aggregate_trials,
     area_under_curve,
     markdown_report,
-    mean_std,
+    measure_cell,
     plot_curves,
     seed_band,
     summarize_trial,
@@ -52,27 +51,20 @@ def test_area_under_curve_is_its_mean_height(curve, area):
 
 
 def test_mean_and_deviation_over_seeds():
-    assert mean_std([1.0, 3.0, None]).mean == 2.0
-    assert mean_std([1.0, 3.0]).std == pytest.approx(2**0.5)
-    assert mean_std([1.0]).std is None
-    assert mean_std([None]) is None
+    assert measure_cell("ess", [1.0, 3.0, None]) == "2.000 ± 1.414"
+    assert measure_cell("ess", [1.0]) == "1.000" and measure_cell("ess", [None]) == "-"
 
 
-def test_only_finished_trials_count():
-    failed = summarize_trial(Trial("tis", 2.0, 3), "failed", metric_lines(0.9), cause="exit code 1\nout of memory")
-    (line,) = aggregate_trials([result(1, 0.2), result(2, 0.4), failed])
-    assert (line.finished, line.seeds) == (2, 3)
-    assert line.measures["final_score"].mean == pytest.approx(0.3)
-
-
-def test_report_has_means_deviations_and_causes():
+def test_report_has_means_deviations_and_causes_and_only_finished_trials_count():
     failed = summarize_trial(Trial("topr", 2.0, 1), "failed", [], cause="exit code 1\nout of memory")
-    page = markdown_report([result(1, 0.2, 0.5, target=0.5), result(2, 0.4, target=0.5), failed], "mine.yaml", 0.5)
+    lost = summarize_trial(Trial("tis", 2.0, 3), "failed", metric_lines(0.9), cause="killed")
+    results = [result(1, 0.2, 0.5, target=0.5), result(2, 0.4, target=0.5), failed, lost]
+    page = markdown_report(results, "mine.yaml", 0.5)
     head, _, tis, topr = page.splitlines()[2:6]
     assert head.startswith(
         "| variant | ratio | seeds | final score | best score | area under curve | steps to target |"
     )
-    assert tis.startswith("| tis | 2 | 2 | 0.450 ± 0.071 | 0.450 ± 0.071 |")
+    assert tis.startswith("| tis | 2 | 2 of 3 | 0.450 ± 0.071 | 0.450 ± 0.071 |")
     assert "| 1.0 (1 of 2) |" in tis
     assert topr.startswith("| topr | 2 | 0 of 1 | - |")
     assert "## Failed: topr, ratio 2, seed 1\n\n```\nexit code 1\nout of memory\n```" in page
