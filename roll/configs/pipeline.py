@@ -189,8 +189,8 @@ class LearnerOptions(
     )
     rollout_dump_every: int | None = option(
         None,
-        "The samples of every so many steps are kept too, beside those of the newest steps and the first. Default: a "
-        "tenth of max_steps.",
+        "The samples of every so many steps are kept too, beside those of the newest steps, of the first, and of those "
+        "with the largest actor/grad_norm and correction/behavior_k3. Default: a tenth of max_steps.",
         ge=1,
         usual=(1, 1e6),
         only_for=needs("rollout_dump_steps", "rollout_dump_steps keeps all steps, or none"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ PARQUET, JSON_LINES = ".parquet", ".jsonl"
 
 ABOUT = b"about"
 """Name of the metadata of a file."""
+
+NAMED_BY = ("actor/grad_norm", "correction/behavior_k3")
+"""Metrics of which a finding names the step with the largest value, so that its samples stay."""
 
 AS_JSON = ("ground_truth", "parts", "episode")
 """Columns of any value, which are JSON text in the file."""
@@ -88,13 +92,28 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
     return about
 
 
-def keep_samples(folder: Path, step: int, newest: int, every: int | None) -> None:
-    """Deletes files but the `newest` up to this step, the first one, and one in `every` steps.
+Largest = dict[str, tuple[float, int]]
+"""Metric -> its largest value so far and the step of it."""
+
+
+def larger_values(known: Largest, step: int, metrics: Mapping[str, float]) -> Largest:
+    """The largest values of NAMED_BY after this step; one that is not finite is larger than all others."""
+    found = {name: metrics[name] for name in NAMED_BY if name in metrics}
+    values = {name: (value if math.isfinite(value) else math.inf, step) for name, value in found.items()}
+    return known | {name: each for name, each in values.items() if each[0] > known.get(name, (-math.inf, 0))[0]}
+
+
+def keep_samples(folder: Path, step: int, newest: int, every: int | None, named: Collection[int] = ()) -> None:
+    """Deletes files but the `newest` up to this step, the first one, one in `every` steps, and those of `named` steps.
 
     Those of later steps, from an earlier run, are deleted too.
     """
     steps = dumped_steps(folder)
     past = [number for number in steps if number <= step]
-    kept = {*past[:1], *past[-newest:], *(number for number in past if every and number % every == 0)}
+    kept = {
+        *past[:1],
+        *past[-newest:],
+        *(number for number in past if number in named or every and number % every == 0),
+    }
     for number in set(steps) - kept:
         dump_path(folder, number).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import torch
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.datasets.batch import Batch
 from roll.rollout.rollout_batch import TAG
-from roll.trackers.sample_files import keep_samples, write_samples
+from roll.trackers.sample_files import write_samples
 
 COLUMNS = ("id", "prompt_id", "ground_truth", TAG, "stop", "engine", "parts", "episode")
 """Columns of a batch that say what a sample is, where the batch has them."""
@@ -28,8 +28,6 @@ def dump_samples(
     data: Batch,
     folder: Path,
     step: int,
-    keep: int | None = None,
-    every: int | None = None,
     per_update: int = 0,
     about: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -40,17 +38,12 @@ def dump_samples(
     that learns from it, where each takes `per_update` samples. In agentic runs it has `episode` too: `trajectory` (its
     name), `tag`, `seed`, `stop`, `outcome`, `metrics`, and `turns`, each with `observation`, `text`, `reward` and
     `versions`. A branch of a trajectory has its number in `episode` as `branch`, and `sample_weight`, its weight in
-    means over samples. Padding samples are left out. Of earlier files the newest `keep` up to this step stay, with the
-    first and one in `every` steps, and those of later steps, from an earlier run, do not. None keeps all. `about` is
-    what all samples share: the settings of their loss.
+    means over samples. Padding samples are left out. `about` is what all samples share: the settings of their loss.
 
     Raises:
         RunError: the file cannot be written.
     """
-    path = write_samples(folder, step, _columns(data, per_update), about or {})
-    if keep is not None:
-        keep_samples(folder, step, keep, every)
-    return path
+    return write_samples(folder, step, _columns(data, per_update), about or {})
 
 
 def _columns(data: Batch, per_update: int) -> dict[str, Any]:

@@ -61,6 +61,7 @@ from roll.pipeline.learning.shards import (
 )
 from roll.rollout.rollout_batch import TAG
 from roll.rollout.source import SampleBatch
+from roll.trackers.sample_files import Largest, keep_samples, larger_values
 
 if TYPE_CHECKING:
     from roll.distributed.cluster import Cluster
@@ -112,6 +113,8 @@ class RLLearner(ActorLearner):
         self._steps_without_gradient = 0
         """Latest steps without a gradient: samples that are no older were drawn from the current policy."""
         self._steps_without_advantage = 0
+        self._largest: Largest = {}
+        """Steps whose samples stay, because a finding of the report names them."""
 
     async def learn(self, batch: SampleBatch, step: int, clock: StepClock) -> dict[str, float]:
         """One update with the whole batch, in `ppo_epochs` passes of optimizer steps; returns its metrics.
@@ -146,8 +149,9 @@ class RLLearner(ActorLearner):
         except Exception:
             await asyncio.gather(self._dump(step, bool(given)), return_exceptions=True)
             raise
-        self._dumping = self._dump(step, bool(given))
         metrics |= trained | critic_trained
+        self._largest = larger_values(self._largest, step, metrics)
+        self._dumping = self._dump(step, bool(given))
         if warming:
             self._steps_without_gradient += 1
             return metrics
@@ -182,12 +186,14 @@ class RLLearner(ActorLearner):
         config, data = self._config, self._written
         about = {"policy": asdict(self._loss_config), "length": config.max_sequence_length}
         about |= {"passes": config.ppo_epochs, "first_gives_old": first_gives_old}
+        named = [number for _, number in self._largest.values()]
 
         def write() -> None:
             if self._keeps_samples and data is not None:
-                size = config.actor_train.samples_per_optimizer_step
-                keep, every = config.rollout_dump_steps, config.rollout_dump_every
-                dump_samples(data, Path(str(config.rollout_dump_dir)), step, keep, every, size, about)
+                folder, size = Path(str(config.rollout_dump_dir)), config.actor_train.samples_per_optimizer_step
+                dump_samples(data, folder, step, size, about)
+                if config.rollout_dump_steps is not None:
+                    keep_samples(folder, step, config.rollout_dump_steps, config.rollout_dump_every, named)
 
         return asyncio.ensure_future(asyncio.to_thread(write))
 
@@ -452,6 +458,7 @@ class RLLearner(ActorLearner):
             "kl_coefficient": self._kl.coefficient,
             "steps_without_gradient": self._steps_without_gradient,
             "updated": self._updated,
+            "largest": self._largest,
         }
         if self._config.uses_running_statistics:
             state |= self._statistics.state_dict()
@@ -470,6 +477,7 @@ class RLLearner(ActorLearner):
         self._statistics = RunStatistics.from_state(state)
         self._steps_without_gradient = int(state["steps_without_gradient"])
         self._updated = bool(state.get("updated", True))
+        self._largest = {name: (value, step) for name, (value, step) in state.get("largest", {}).items()}
 
 
 async def _nothing() -> dict[str, Any]:

@@ -12,7 +12,14 @@ import torch
 from roll.pipeline.learning.dump import dump_samples
 from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.types import GenerateResult, Group, Trajectory
-from roll.trackers.sample_files import dumped_steps, read_about, read_samples
+from roll.trackers.sample_files import (
+    Largest,
+    dumped_steps,
+    keep_samples,
+    larger_values,
+    read_about,
+    read_samples,
+)
 
 
 def response(engine: int | None = None) -> Trajectory:
@@ -45,12 +52,15 @@ def test_a_row_of_an_agent_names_its_environment_and_has_its_turns(tmp_path: Pat
     assert "engine" not in row and row["episode"]["turns"][0]["text"] == "x"
 
 
-def test_the_newest_the_first_and_one_in_some_steps_are_kept(tmp_path: Path) -> None:
-    data = batch_of_groups([Group(4, "math", 31, "train:31", [response()])])
+def test_the_newest_the_first_one_in_some_steps_and_those_that_a_finding_names_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-000090.jsonl").touch()  # of an earlier run
+    largest: Largest = {}
     for step in range(1, 12):
-        dump_samples(data, tmp_path, step, keep=2, every=4)
-    assert dumped_steps(tmp_path) == [1, 4, 8, 10, 11]
+        (tmp_path / f"step-{step:06d}.jsonl").touch()
+        norm = math.nan if step == 6 else 9.0 if step == 3 else 1.0
+        largest = larger_values(largest, step, {"actor/grad_norm": norm, "correction/behavior_k3": float(step == 7)})
+        keep_samples(tmp_path, step, 2, 4, [number for _, number in largest.values()])
+    assert dumped_steps(tmp_path) == [1, 4, 6, 7, 8, 10, 11]
 
 
 def test_json_lines_of_an_older_run_are_read_and_replaced(tmp_path: Path) -> None:
