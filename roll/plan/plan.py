@@ -94,14 +94,9 @@ class Plan:
 
 
 def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp | None = None) -> Plan:
-    """The plan of a loaded configuration.
+    """The plan of a configuration for a machine, by default this one, with what was looked up of models and datasets.
 
     For a model that is not on this machine the plan has no memory estimate, and a warning.
-
-    Args:
-        config: from `load_config`.
-        hardware: of the machine that would run it; None is this machine.
-        hub: what was looked up of models and datasets given by name; None if nothing was.
 
     Raises:
         ConfigError: the devices do not fit the nodes, or a model does not fit its role.

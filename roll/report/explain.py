@@ -16,6 +16,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS, LossScale, mean_one
@@ -25,6 +27,8 @@ from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import RunError
 from roll.base.schema import Converter
 from roll.report.read import Run
+from roll.report.samples import token_pieces
+from roll.report.text import digits, percent, said
 from roll.trackers.sample_files import read_about
 
 CHECKED = ("loss", "pg_loss", "ratio_mean", "ratio_max", "clip_fraction", "policy_kl")
@@ -35,6 +39,9 @@ SINGLE, HALF = 1e-5, 2e-2
 
 LEAST = 1e-6
 """Absolute difference that is always allowed: terms of both signs cancel in the loss."""
+
+GROUPS, TOKENS, UNUSUAL, CONTEXT = 5, 5, 8, 8
+"""Groups, tokens and metrics that are shown, and tokens on both sides of one."""
 
 TOKEN_TENSORS = ("old_log_probs", "ref_log_probs", "correction_weights", "correction_kept", "high_covariance")
 
@@ -164,18 +171,18 @@ def _differences(run: Run, step: int, updates: Sequence[Mapping[str, float]]) ->
     return found
 
 
-Shares = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Of each way to divide the tokens, each part's share of the weight and of the tokens."""
+NAMED_PARTS = ("e_advantage", "e_position", "e_loss")
+"""Ways whose parts are texts too; those of the others are names of the run and numbers."""
 
 
-def shares(explained: Explained) -> Shares:
-    """Who carried the weight: by tag, sign of the advantage, age, engine, position, and with a gradient or without."""
+def shares(explained: Explained) -> Mapping[str, Mapping[str, tuple[float, float]]]:
+    """Shares of weight and tokens by tag, sign of the advantage, age, engine, position and gradient, by key of text."""
     ways: dict[str, Callable[[Mapping[str, Any], int], str]] = {
-        "tag": lambda row, at: str(row.get("tag", "")),
-        "advantage": lambda row, at: _sign(row["advantages"][at]),
-        "age": lambda row, at: str(explained.step - 1 - row["weight_version"][at]),
-        "engine": lambda row, at: str(row.get("engine", "")),
-        "position": lambda row, at: _position(at, len(row["response_ids"])),
+        "e_tag": lambda row, at: str(row.get("tag", "")),
+        "e_advantage": lambda row, at: _sign(row["advantages"][at]),
+        "e_age": lambda row, at: str(explained.step - 1 - row["weight_version"][at]),
+        "e_engine": lambda row, at: str(row.get("engine", "")),
+        "e_position": lambda row, at: _position(at, len(row["response_ids"])),
     }
     tokens = [(place, at) for place, row in enumerate(explained.rows) for at in range(len(row["response_ids"]))]
     total, weights = float(explained.weights.sum()) or 1.0, explained.weights.tolist()
@@ -184,7 +191,7 @@ def shares(explained: Explained) -> Shares:
     for place, at in tokens:
         row = explained.rows[place]
         parts = {way: part(row, at) for way, part in ways.items()}
-        parts["loss"] = "without a gradient" if moved[place][at] == 0 and row["advantages"][at] else "with a gradient"
+        parts["e_loss"] = "e_unmoved" if moved[place][at] == 0 and row["advantages"][at] else "e_moved"
         for way, part in parts.items():
             weight, count = found.setdefault(way, {}).get(part, (0.0, 0.0))
             found[way][part] = weight + weights[place][at] / total, count + 1 / len(tokens)
@@ -192,11 +199,11 @@ def shares(explained: Explained) -> Shares:
 
 
 def _sign(advantage: float) -> str:
-    return "positive" if advantage > 0 else "negative" if advantage < 0 else "0"
+    return "e_positive" if advantage > 0 else "e_negative" if advantage < 0 else "e_zero"
 
 
 def _position(at: int, length: int) -> str:
-    return "last token" if at == length - 1 else ("first third", "middle third", "last third")[3 * at // length]
+    return "e_end" if at == length - 1 else ("e_first_third", "e_middle_third", "e_last_third")[3 * at // length]
 
 
 def half_of(weights: Tensor) -> int:
@@ -219,3 +226,83 @@ def unusual(run: Run, step: int) -> list[tuple[str, float, float]]:
         if abs(value - mean) > max(4 * spread, 0.05 * abs(mean), 1e-9) and name not in ("step", "version"):
             found.append((abs(value - mean) / max(spread, 1e-9), name, value, mean))
     return [(name, value, mean) for _, name, value, mean in sorted(found, reverse=True)]
+
+
+def views(run: Run, explained: Explained) -> list[Table | str]:
+    """What is printed: sentences, then tables of shares, groups, tokens, and unusual metrics."""
+    return [_sentences(explained), _shares(explained), *_examples(run, explained), _unusual(run, explained.step)]
+
+
+def _sentences(explained: Explained) -> str:
+    moved, weights = explained.moved != 0, explained.weights
+    if not bool(moved.any()):
+        return said("e_none", step=explained.step)
+    half = said(
+        "e_half",
+        step=explained.step,
+        samples=f"{half_of(weights.sum(-1)):,}",
+        all_samples=f"{len(explained.rows):,}",
+        tokens=f"{half_of(weights):,}",
+        all_tokens=f"{sum(len(row['response_ids']) for row in explained.rows):,}",
+        moved=f"{int(moved.any(-1).sum()):,}",
+        moved_tokens=f"{int(moved.sum()):,}",
+    )
+    return f"{half}\n{said('e_checked', what=explained.unchecked or said('e_equal'))}\n"
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*(said(name) if name else "" for name in columns), title=said(title), title_justify="left")
+
+
+def _shares(explained: Explained) -> Table:
+    table = _table("e_shares", "e_by", "", "e_of_weight", "e_of_tokens")
+    for way, parts in shares(explained).items():
+        if len(parts) > 1 or way in NAMED_PARTS:
+            for number, (part, (weight, tokens)) in enumerate(list(parts.items())[:6]):
+                name = said(part) if way in NAMED_PARTS else escape(part)
+                table.add_row("" if number else said(way), name, percent(weight), percent(tokens))
+    return table
+
+
+def _examples(found: Run, explained: Explained) -> list[Table]:
+    """The groups and the tokens with the most weight."""
+    pieces, rows, weights = token_pieces(found), explained.rows, explained.weights
+    total = float(weights.sum()) or 1.0
+    by_group: dict[int, float] = {}
+    for row, weight in zip(rows, weights.sum(-1).tolist(), strict=True):
+        by_group[row["group"]] = by_group.get(row["group"], 0.0) + weight / total
+    groups = _table("e_groups", "e_weight", "e_scores", "e_prompt")
+    for number in sorted(by_group, key=lambda each: -by_group[each])[:GROUPS]:
+        samples = [row for row in rows if row["group"] == number]
+        scores = " ".join(digits(row["score"]) for row in samples[:8]) + (" ..." if len(samples) > 8 else "")
+        groups.add_row(percent(by_group[number]), scores, _one_line(pieces(samples[0]["prompt_ids"][-60:])))
+    tokens = _table("e_tokens", "e_weight", "e_p", "e_advantage", "e_token")
+    width = weights.shape[1]
+    for flat in weights.flatten().argsort(descending=True)[:TOKENS].tolist():
+        row, at = rows[flat // width], flat % width
+        if at >= len(row["response_ids"]) or not float(weights[flat // width, at]):
+            continue
+        first = max(0, at - CONTEXT)
+        shown = pieces(row["response_ids"][first : at + CONTEXT])
+        text = f"{_one_line(shown[: at - first])}[bold]»{_one_line(shown[at - first :][:1])}«[/]"
+        tokens.add_row(
+            percent(float(weights[flat // width, at]) / total),
+            f"{explained.probability(flat // width, at):.2g}",
+            digits(row["advantages"][at]),
+            text + _one_line(shown[at - first + 1 :]),
+        )
+    return [groups, tokens]
+
+
+def _one_line(pieces: Sequence[str]) -> str:
+    return escape("".join(pieces).replace("\n", "\\n")[-120:])
+
+
+def _unusual(found: Run, step: int) -> Table | str:
+    metrics = unusual(found, step)
+    if not metrics:
+        return said("e_usual")
+    table = _table("e_unusual", "e_metric", "e_this_step", "e_before")
+    for name, value, mean in metrics[:UNUSUAL]:
+        table.add_row(name, digits(value), digits(mean))
+    return table

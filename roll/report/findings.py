@@ -11,7 +11,7 @@ from statistics import correlation, fmean, median, stdev
 from typing import Literal
 
 from roll.base.events import EVENTS_FILE
-from roll.report.read import DIED, Run
+from roll.report.read import DIED, Run, is_number
 from roll.report.samples import token_pieces
 from roll.report.text import Text, digits, percent, text
 from roll.tools.show.samples import sample_weight
@@ -36,6 +36,9 @@ LEAST_SAMPLES = 8
 
 LEAST_TOKENS = 100
 """Tokens below which means of tokens say nothing."""
+
+LEAST_REPEATED = 16
+"""Tokens of a response below which a token that makes up half of it is no repetition."""
 
 Kind = Literal["bad", "warn", "ok"]
 
@@ -190,6 +193,22 @@ def right_scores_less(run: Run) -> Iterator[RunFinding]:
             yield RunFinding("bad", text("f_flipped", **values), "samples")
 
 
+def not_the_sum(run: Run) -> Iterator[RunFinding]:
+    """Scores of the last kept step that are not the weighted sum of the scores of their rewards."""
+    step, known = run.dumped[-1] if run.dumped else 0, 0
+    wrong: Counter[str] = Counter()
+    for row in run.samples(step):
+        parts = row.get("parts")
+        if isinstance(parts, dict) and parts and all(map(is_number, parts.values())):
+            weights = {name: run.key(f"rewards.{name}.weight", 1.0) for name in parts}
+            total = sum(parts[name] * weight for name, weight in weights.items() if is_number(weight))
+            known, tag = known + 1, str(row.get("tag", ""))
+            wrong[tag] += abs(total - row["score"]) > 1e-3 * max(1.0, abs(total))
+    if count := sum(wrong.values()):
+        tag = wrong.most_common(1)[0][0]
+        yield RunFinding("warn", text("f_sum", count=count, total=known, step=step, tag=tag), "samples")
+
+
 def one_engine_apart(run: Run) -> Iterator[RunFinding]:
     """The samples of one engine are much further from the trainer's log-probs than the samples of other engines."""
     if not run.dumped:
@@ -277,7 +296,7 @@ def slow_step(run: Run) -> Iterator[RunFinding]:
 
 
 def few_samples(run: Run) -> Iterator[RunFinding]:
-    """Samples of the last kept step: equal responses, and weight that few of them carry."""
+    """Samples of the last kept step: equal responses, repetition, and weight that few of them carry."""
     if not run.dumped:
         return
     step = run.dumped[-1]
@@ -289,6 +308,10 @@ def few_samples(run: Run) -> Iterator[RunFinding]:
     share = responses.most_common(1)[0][1] / len(rows)
     if share > 0.5 and len(prompts) > 4:
         yield RunFinding("bad", text("f_same", share=percent(share), step=step), "samples")
+    long = [response for response in responses.elements() if len(response) >= LEAST_REPEATED]
+    repeats = sum(2 * Counter(response).most_common(1)[0][1] > len(response) for response in long) / len(rows)
+    if repeats > 0.5:
+        yield RunFinding("bad", text("f_repeat", share=percent(repeats), step=step), "samples")
     weights = sorted((sample_weight(row) for row in rows), reverse=True)
     count, left = 0, sum(weights) / 2
     while left > 0:
@@ -311,9 +334,9 @@ def faults(run: Run) -> Iterator[RunFinding]:
 
 
 RULES: Sequence[Callable[[Run], Iterator[RunFinding]]] = (
-    ended_early, not_finite, reward_hacked, right_scores_less, tag_against_others, one_engine_apart, no_gradient,
-    mismatch, stale, truncated_sampling, entropy, learned, length_hacking, gradient_spike, few_samples, cut, drops,
-    idle, slow_step, faults,
+    ended_early, not_finite, reward_hacked, right_scores_less, tag_against_others, one_engine_apart, not_the_sum,
+    no_gradient, mismatch, stale, truncated_sampling, entropy, learned, length_hacking, gradient_spike, few_samples,
+    cut, drops, idle, slow_step, faults,
 )  # fmt: skip
 """The rules; findings of one kind keep this order."""
 

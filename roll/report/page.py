@@ -7,8 +7,7 @@ import gzip
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -16,17 +15,27 @@ from roll.report.findings import PARTS, RunFinding, find
 from roll.report.history import MOST_LANES, drop_reasons, histograms, lanes
 from roll.report.read import WAITING, Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
-from roll.report.text import Text, bilingual, digits, percent, text
+from roll.report.text import Text, bilingual, digits, percent, static_text, text
 from roll.trackers.metrics import SECTIONS
 
 MOST_POINTS = 2_000
-"""Steps of a curve; a longer run keeps the least and the largest value of each bucket."""
+"""Values of a curve; a longer run keeps the least, the mean and the largest of each bucket of steps."""
+
+MOST_PARTS = 8
+"""Tags, and numbers of rewards, that are drawn among the curves; `all metrics` has all of them."""
 
 PLAIN_BYTES = 100_000
 """Data up to this size stands in the page as it is; more is compressed."""
 
+WORDS_OF_SCRIPT = ("constant", "no_text", "not_shown", "mean", "key_a", "key_lr", "key_h", "key_v")
+"""Texts that the script shows."""
+
 SCRIPTS = ("uplot.min.js", "page.js")
 LIVE_SCRIPTS = ("uplot.min.js", "live.js", "page.js")
+
+
+REWARD = "rollout/reward_mean"
+"""Metric whose means by tag have the name of the tag behind it."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +52,16 @@ class Chart:
 CHARTS = (
     Chart("curves", "Validation score", "验证得分", ["val/score"]),
     Chart("curves", "Validation loss", "验证损失", ["val/loss"]),
-    Chart("curves", "Reward", "奖励", ["rollout/reward_mean"]),
+    Chart("curves", "Reward", "奖励", [REWARD]),
     Chart("curves", "Training loss", "训练损失", ["actor/loss"]),
     Chart("lengths", "Response length", "回答长度", ["rollout/response_length_mean", "rollout/response_length_max"]),
     Chart("curves", "Entropy", "熵", ["actor/entropy"]),
     Chart("curves", "Gradient norm", "梯度范数", ["actor/grad_norm"]),
     Chart("curves", "Distance to the sampling policy", "与采样策略的距离", ["correction/behavior_k3"]),
-    Chart(
-        "curves", "Clipped, rejected tokens", "裁剪、拒绝的词元", ["actor/clip_fraction", "correction/masked_fraction"]
-    ),
+    Chart("curves", "Clipped, rejected", "裁剪、拒绝", ["actor/clip_fraction", "correction/masked_fraction"]),
     Chart("curves", "Groups without a gradient", "无梯度的组", ["advantage/zero_variance_group_fraction"], True),
     Chart("time", "Time of a step", "每步时间", ["time/step", "time/generate"]),
-    Chart(
-        "time",
-        "Idle: trainer, engines",
-        "空闲：训练器、引擎",
-        ["throughput/trainer_idle", "throughput/rollout_idle"],
-        True,
-    ),
+    Chart("time", "Idle", "空闲", ["throughput/trainer_idle", "throughput/rollout_idle"], True),
     Chart("freshness", "Staleness", "滞后", ["staleness/mean", "staleness/max"]),
     Chart("freshness", "From submission to training", "从提交到训练", ["time/sample_age_mean", "time/sample_age_max"]),
     Chart("freshness", "Effective samples", "有效样本", ["correction/ess"], True),
@@ -71,9 +72,7 @@ CHARTS = (
 def make_page(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str:
     """The page of these runs; curves are laid over each other, all else is that of the run that is chosen.
 
-    Args:
-        runs: at most eight.
-        live: where `roll watch` serves the page: what the run is at, from which its script asks for more.
+    `live` is what `roll watch` gives its script: the state of the run, from which that asks for more.
     """
     names = "".join(_chip(index, run) for index, run in enumerate(runs))
     chips = f"<div class=chips>{names}</div>" if len(runs) > 1 else ""
@@ -106,10 +105,6 @@ def _chip(index: int, run: Run) -> str:
     return f"<button class=chip data-run={index} aria-pressed={pressed}>{colour}{html.escape(run.name)}</button>"
 
 
-def static_text(name: str) -> str:
-    return (files("roll.report") / "static" / name).read_text(encoding="utf-8")
-
-
 def _each(runs: Sequence[Run], *names: str) -> str:
     """Parts of each run, of which the page shows those of the run that is chosen."""
     return "".join(
@@ -135,6 +130,10 @@ def _head(run: Run) -> str:
             loss, ratio = run.key("actor_train.pg_variant", "?"), run.key("async_generation_ratio", "?")
             facts.append(text("algorithm", loss=loss, estimator=run.key("adv_estimator"), ratio=ratio))
         facts.append(text("seed", seed=run.key("seed", "?")))
+    if isinstance(devices := run.origin.get("devices"), dict) and devices:
+        facts.append(text("devices", names=", ".join(devices)))
+    if run.origin.get("commit"):
+        facts.append(text("commit", commit=run.origin["commit"]))
     seconds = run.summary.get("seconds")
     if isinstance(seconds, int | float) and is_number(seconds):
         facts.append(text("seconds", minutes=f"{seconds // 60:.0f}", seconds=f"{seconds % 60:.0f}"))
@@ -147,37 +146,35 @@ def _head(run: Run) -> str:
 
 
 def _key_figures(run: Run) -> str:
-    figures: list[tuple[Text, str, Text]] = []
+    figures: list[tuple[str, str, str, Text]] = []
     scores = [score for _, score in run.series("val/score")]
+    if not run.steps and not scores:
+        return f"<section class=kpis><p class=empty>{text('no_steps').html()}</p></section>"
     if scores:
         validated = text("validations", count=len(scores))
-        figures.append((text("validation"), f"{digits(scores[0])} → {digits(scores[-1])}", validated))
-    main = "reward" if run.values("rollout/reward_mean") else "loss"
-    values = run.values("rollout/reward_mean" if main == "reward" else "actor/loss")
-    figures.append((text(main), f"{digits(values[0])} → {digits(values[-1])}" if values else "–", text("batch_mean")))
+        figures.append(("validation", "val/score", f"{digits(scores[0])} → {digits(scores[-1])}", validated))
+    main = ("reward", REWARD) if run.values(REWARD) else ("loss", "actor/loss")
+    values = run.values(main[1])
+    figures.append((*main, f"{digits(values[0])} → {digits(values[-1])}" if values else "–", text("batch_mean")))
     times, rates = run.values("time/step"), run.values("throughput/tokens_per_second")
     rate = text("rate", rate=digits(median(rates))) if rates else text("absent")
-    figures.append((text("step"), f"{median(times):.2f} s" if times else "–", rate))
+    figures.append(("step", "time/step", f"{median(times):.2f} s" if times else "–", rate))
     trainer, engines = run.values("throughput/trainer_idle"), run.values("throughput/rollout_idle")
     if trainer and engines:
         waited = text("engines_idle", idle=percent(fmean(engines)))
-        figures.append((text("idle"), percent(fmean(trainer)), waited))
-    ages = run.values("staleness/mean")
-    if ages:
+        figures.append(("idle", "throughput/trainer_idle", percent(fmean(trainer)), waited))
+    if ages := run.values("staleness/mean"):
         most, ess = max(run.values("staleness/max"), default=0), run.values("correction/ess")
-        effective = percent(fmean(ess)) if ess else "–"
-        oldest = text("staleness_max", most=f"{most:.0f}", ess=effective)
-        figures.append((text("staleness"), f"{fmean(ages):.1f}", oldest))
+        oldest = text("staleness_max", most=f"{most:.0f}", ess=percent(fmean(ess)) if ess else "–")
+        figures.append(("staleness", "staleness/mean", f"{fmean(ages):.1f}", oldest))
     last = run.steps[-1] if run.steps else {}
     if is_number(last.get("ledger/submitted")):
         dropped = sum(value or 0 for name, value in last.items() if name.startswith("ledger/dropped_"))
         of = text("submitted", count=f"{last['ledger/submitted']:,.0f}")
-        figures.append((text("dropped"), f"{dropped:,.0f}", of))
-    if not run.steps and not scores:
-        return f"<section class=kpis><p class=empty>{text('no_steps').html()}</p></section>"
+        figures.append(("dropped", "ledger/dropped_*", f"{dropped:,.0f}", of))
     cells = "".join(
-        f"<div><span>{label.html()}</span><b>{html.escape(value)}</b><small>{note.html()}</small></div>"
-        for label, value, note in figures
+        f"<div title={metric}><span>{text(label).html()}</span><b>{value}</b><small>{note.html()}</small></div>"
+        for label, metric, value, note in figures
     )
     return f"<section class=kpis>{cells}</section>"
 
@@ -195,7 +192,8 @@ def _finding(finding: RunFinding) -> str:
 def _all_metrics() -> str:
     return (
         f"<details id=all><summary>{text('all_metrics').html()}</summary>"
-        "<input id=filter type=search aria-label=filter><div class=grid></div></details>"
+        f"<label class=dim>{text('filter').html()} <input id=filter type=search></label>"
+        "<div class=grid></div></details>"
     )
 
 
@@ -246,10 +244,6 @@ def _drops(run: Run) -> str:
     return f"<h3>{text('reasons').html()}</h3>{dropped}"
 
 
-def _histograms(section: str) -> Callable[[Run], str]:
-    return lambda run: f"<div class=grid data-hist={section}></div>"
-
-
 def _samples(run: Run) -> str:
     if not run.dumped:
         return f"<p class=empty>{text('no_samples').html()}</p>"
@@ -258,8 +252,8 @@ def _samples(run: Run) -> str:
         for key, name in (("a", "tint_advantage"), ("lr", "tint_ratio"), ("h", "tint_entropy"), ("v", "tint_version"))
     )
     steps = "".join(f"<button data-step={step}>{step}</button>" for step in shown_steps(run))
-    tools = f"<div class=tools><span>{text('step_number').html()} {steps}</span><span>{tints}</span></div>"
-    return f"<p class=dim>{text('weighing').html()}</p>{tools}"
+    tools = f"<span>{text('step_number').html()} {steps}</span><span>{tints}</span><span class=key></span>"
+    return f"<p class=dim>{text('weighing').html()}</p><div class=tools>{tools}</div>"
 
 
 def _configuration(runs: Sequence[Run]) -> str:
@@ -294,23 +288,20 @@ def _given(run: Run) -> Iterable[tuple[str, str]]:
 
 def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str, Any]:
     meanings = {metric.name: [metric.unit, metric.meaning] for metrics in SECTIONS.values() for metric in metrics}
-    names = {name for run in runs for row in run.rows for name in row}
+    names = sorted({name for run in runs for row in run.rows for name in row})
+    tags, parts = (
+        [name for name in names if name.startswith(prefix)][:MOST_PARTS] for prefix in (f"{REWARD}/", "reward/")
+    )
+    charts = [*CHARTS, Chart("curves", "Reward by tag", "各标签的奖励", tags)]
+    charts += [Chart("curves", name, name, [name]) for name in parts]
     return {
         "runs": [run_curves(run) for run in runs],
-        "charts": [
-            {
-                "section": chart.section,
-                "title": bilingual(chart.english, chart.chinese),
-                "metrics": list(chart.metrics),
-                "share": chart.share,
-            }
-            for chart in CHARTS
-        ],
-        "units": {name: meanings[name] for name in sorted(meanings) if live or name in names},
+        "charts": [asdict(chart) | {"title": bilingual(chart.english, chart.chinese)} for chart in charts],
+        "units": {name: meanings[name] for name in (sorted(meanings) if live else names) if name in meanings},
         "lanes": [lanes(run) for run in runs],
         "histograms": [histograms(run) for run in runs],
         "samples": [[] if live else _run_samples(run) for run in runs],
-        "words": {name: text(name).html() for name in ("constant", "no_text")},
+        "words": {name: text(name).html() for name in WORDS_OF_SCRIPT},
         "live": live,
     }
 
@@ -322,11 +313,11 @@ def run_curves(run: Run) -> Mapping[str, Any]:
     values = {name: [row.get(name) if is_number(row.get(name)) else None for row in rows] for name in names}
     steps = [int(row["step"]) for row in rows]
     if len(rows) > MOST_POINTS:
-        size = -(-2 * len(rows) // MOST_POINTS)
-        starts = range(0, len(rows), size)
-        steps = [steps[min(start + offset, len(rows) - 1)] for start in starts for offset in (0, size // 2)]
+        size = -(-3 * len(rows) // MOST_POINTS)
+        starts, offsets = range(0, len(rows), size), (0, size // 3, 2 * size // 3)
+        steps = [steps[min(start + offset, len(rows) - 1)] for start in starts for offset in offsets]
         values = {
-            name: [v for start in starts for v in _ends(each[start : start + size])] for name, each in values.items()
+            name: [v for start in starts for v in _summary(each[start : start + size])] for name, each in values.items()
         }
     return {
         "name": run.name,
@@ -337,13 +328,13 @@ def run_curves(run: Run) -> Mapping[str, Any]:
     }
 
 
-def _ends(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Least and largest value of a bucket, in the order in which they occur."""
+def _summary(values: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Least, mean and largest value of a bucket; the largest first where it occurs first."""
     known = [value for value in values if value is not None]
     if not known:
-        return None, None
-    least, largest = min(known), max(known)
-    return (least, largest) if known.index(least) <= known.index(largest) else (largest, least)
+        return None, None, None
+    least, mean, largest = min(known), fmean(known), max(known)
+    return (least, mean, largest) if known.index(least) <= known.index(largest) else (largest, mean, least)
 
 
 def _short(value: float | None) -> float | None:
@@ -373,10 +364,10 @@ RUN_PARTS: Mapping[str, Callable[[Run], str]] = {
 }
 """Parts of the page whose HTML follows from one run; `roll watch` replaces them as the run goes on."""
 
-PARTS_OF_RUN = {
+PARTS_OF_RUN: Mapping[str, Callable[[Run], str]] = {
     **RUN_PARTS,
     "lanes": _lanes,
-    "ages": _histograms("freshness"),
-    "lengths": _histograms("lengths"),
+    "ages": lambda run: "<div class=grid data-hist=freshness></div>",
+    "lengths": lambda run: "<div class=grid data-hist=lengths></div>",
 }
 """These, and the frames that the script draws in."""

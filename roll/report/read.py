@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from roll.base.events import EVENTS_FILE
+from roll.base.text import format_count
 from roll.configs.trackers import METRICS_FILE
 from roll.tools.show.samples import working_directory
 from roll.tools.terminal import option_error
-from roll.trackers.files import HEALTH_FILE, RUN_FILE
+from roll.trackers.files import HEALTH_FILE, RUN_FILE, megabytes
 from roll.trackers.recording import GROUPS_FILE, SPANS_FILE
 from roll.trackers.sample_files import dumped_steps, read_samples
 
 ENDED = ("finished", "interrupted", "failed")
 """Ends of a run as its summary says them."""
+
+MOST_HISTORY = 48 << 20
+"""Bytes of spans.jsonl and of groups.jsonl that are read, the newest."""
+
+LARGEST = 1e100
+"""Numbers of this size and above are taken for infinite."""
+
+TOKEN_LISTS = {"advantages", "behavior_log_probs", "old_log_probs", "train_log_probs", "entropy", "weight_version"}
+"""Columns of samples with a number for each token of the response."""
 
 MOST_SECONDS = 1e11
 """Largest time of a file, in seconds since 1970."""
@@ -41,6 +51,7 @@ class Run:
         config: the whole configuration; empty where run.json cannot be read.
         summary: how it ended; empty while it runs.
         versions: of Python and the libraries.
+        origin: commit of the recipe, start, and names of the devices, as `roll.trackers.files.find_origin` gives them.
         rows: metrics by step, in order; row 0 is the validation before training.
         events: faults and what was done about them.
         spans: who did what, from when until when; `roll.trackers.recording` has their fields.
@@ -53,6 +64,7 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
     rows: Sequence[Mapping[str, float]] = ()
     events: Sequence[Mapping[str, Any]] = ()
     spans: Sequence[Mapping[str, Any]] = ()
@@ -110,7 +122,10 @@ class Run:
                 rows = [] if self.dump is None else read_samples(self.dump, step)
             except (OSError, ValueError):
                 rows = []
-            self._samples[step] = [row for row in rows if _is_sample(row)]
+            found = [row for row in rows if _is_sample(row)]
+            self._samples[step] = [
+                row | {name: _numbers(row[name]) for name in row.keys() & TOKEN_LISTS} for row in found
+            ]
         return self._samples[step]
 
     @cached_property
@@ -137,18 +152,19 @@ def read_run(folder: Path, now: float | None = None) -> Run:
         _mapping(record.get("config")),
         summary,
         {str(name): str(version) for name, version in _mapping(record.get("versions")).items()},
+        _mapping(record.get("origin")),
         rows,
         [event for event in _lines(folder / EVENTS_FILE, remarks) if isinstance(event.get("message"), str)],
-        [span for span in _lines(folder / SPANS_FILE, remarks) if _is_span(span)],
-        [group for group in _lines(folder / GROUPS_FILE, remarks) if _is_group(group)],
+        [span for span in _lines(folder / SPANS_FILE, remarks, MOST_HISTORY) if _is_span(span)],
+        [group for group in _lines(folder / GROUPS_FILE, remarks, MOST_HISTORY) if _is_group(group)],
         _status(summary, health, time.time() if now is None else now),
         remarks,
     )
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value of a file is a number that can be computed with: a sum of such numbers is finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def _status(summary: Mapping[str, Any], health: Mapping[str, Any], now: float) -> str:
@@ -173,10 +189,10 @@ def _rows(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
-    """Objects of a file with one on each line."""
+def _lines(path: Path, remarks: list[str], newest: int | None = None) -> Iterator[dict[str, Any]]:
+    """Objects of a file with one on each line; only of its newest bytes."""
     damaged = 0
-    for line in _text(path, remarks).split("\n"):
+    for line in _text(path, remarks, newest).split("\n"):
         if not line.strip():
             continue
         try:
@@ -188,7 +204,7 @@ def _lines(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
         else:
             damaged += 1
     if damaged:
-        remarks.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} left out")
+        remarks.append(f"{path.name}: {format_count(damaged, 'damaged line')}")
 
 
 def _object(path: Path, remarks: list[str]) -> Mapping[str, Any]:
@@ -202,9 +218,15 @@ def _object(path: Path, remarks: list[str]) -> Mapping[str, Any]:
         return {}
 
 
-def _text(path: Path, remarks: list[str]) -> str:
+def _text(path: Path, remarks: list[str], newest: int | None = None) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            left = 0 if newest is None else os.fstat(file.fileno()).st_size - newest
+            if left > 0:
+                file.seek(left)
+                file.readline()
+                remarks.append(f"{path.name}: the oldest {megabytes(left)}")
+            return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -234,5 +256,19 @@ def _is_sample(row: object) -> bool:
         isinstance(row, dict)
         and isinstance(row.get("group"), int)
         and is_number(row.get("score"))
-        and all(isinstance(row.get(name), list) for name in ("prompt_ids", "response_ids"))
+        and all(_are_tokens(row.get(name)) for name in ("prompt_ids", "response_ids"))
     )
+
+
+def _are_tokens(ids: object) -> bool:
+    return isinstance(ids, list) and {*map(type, ids)} <= {int} and (not ids or 0 <= min(ids) <= max(ids) < 1 << 31)
+
+
+def _numbers(values: Any) -> list[float]:
+    """Values of tokens, 0 where one is not a finite number."""
+    try:
+        if isinstance(values, list) and is_number(sum(values)):
+            return values
+    except TypeError:  # not all are numbers
+        pass
+    return [value if is_number(value) else 0.0 for value in values] if isinstance(values, list) else []

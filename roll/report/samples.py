@@ -9,14 +9,12 @@ from typing import Any
 
 from roll.report.read import Run, is_number
 from roll.report.text import digits
-from roll.tools.show.samples import sample_weight, token_weights
+from roll.tools.show.samples import sample_weight
 from roll.tools.show.tokens import Pieces, model_pieces, token_numbers
 
 MOST_STEPS, MOST_GROUPS, MOST_ROWS, MOST_TOKENS, MOST_TURNS = 5, 12, 16, 4_000, 40
-"""What of a run the page holds; how much was left out is said there."""
-
-HEAD_TOKENS = 600
-"""Tokens of a response that are shown until the rest is asked for."""
+MOST_OF_STEP, MOST_OF_PROMPT = 20_000, 1_000
+"""What of a run the page holds, of a step and of a prompt in tokens; how much was left out is said there."""
 
 
 def shown_steps(run: Run) -> list[int]:
@@ -35,31 +33,40 @@ def step_groups(run: Run, step: int, pieces: Pieces) -> dict[str, Any]:
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
     weights = {number: sum(map(sample_weight, group)) for number, group in groups.items()}
-    total = sum(weights.values()) or 1.0
-    first = sorted(groups, key=lambda number: -weights[number])[:MOST_GROUPS]
-    return {
-        "step": step,
-        "samples": len(rows),
-        "live": sum(any(row.get("advantages") or []) for row in rows),
-        "groups": [_group(groups[number], weights[number] / total, pieces) for number in first],
-    }
+    total, room = sum(weights.values()) or 1.0, MOST_OF_STEP
+    shown: list[dict[str, Any]] = []
+    for number in sorted(groups, key=lambda number: -weights[number])[:MOST_GROUPS]:
+        if room > 0:
+            shown.append(_group(groups[number], weights[number] / total, pieces, room))
+            room -= sum(map(_size, shown[-1]["rows"]))
+    return {"step": step, "groups": shown, "left": len(groups) - len(shown)}
 
 
-def _group(rows: Sequence[dict[str, Any]], share: float, pieces: Pieces) -> dict[str, Any]:
+def _group(rows: Sequence[dict[str, Any]], share: float, pieces: Pieces, room: int) -> dict[str, Any]:
     first, distinct = rows[0], dict[tuple[int, ...], list[dict[str, Any]]]()
     for row in rows:
         distinct.setdefault(tuple(row["response_ids"]), []).append(row)
     ordered = sorted(distinct.values(), key=lambda equal: -sum(map(sample_weight, equal)))
+    shown: list[dict[str, Any]] = []
+    for equal in ordered[:MOST_ROWS]:
+        if room > 0:
+            shown.append(_row(equal[0], len(equal), pieces))
+            room -= _size(shown[-1])
     truth = first.get("ground_truth")
     return {
         "id": str(first.get("prompt_id", "")),
-        "prompt": "" if "episode" in first else "".join(pieces(first["prompt_ids"][-MOST_TOKENS:])),
+        "prompt": "" if "episode" in first else "".join(pieces(first["prompt_ids"][-MOST_OF_PROMPT:])),
         "truth": None if truth is None else str(truth)[:500],
         "mean": sum(row["score"] for row in rows) / len(rows),
         "share": share,
-        "rows": [_row(equal[0], len(equal), pieces) for equal in ordered[:MOST_ROWS]],
-        "left": len(ordered) - MOST_ROWS,
+        "rows": shown,
+        "left": len(ordered) - len(shown),
     }
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    """Tokens of a row and, with four characters for one, of the texts of its turns."""
+    return len(row["tok"]) + sum(len(turn["o"]) + len(turn["t"]) for turn in row["turns"]) // 4
 
 
 def _row(row: Mapping[str, Any], count: int, pieces: Pieces) -> dict[str, Any]:
@@ -73,7 +80,6 @@ def _row(row: Mapping[str, Any], count: int, pieces: Pieces) -> dict[str, Any]:
         "tok": pieces(ids),
         "cut": len(row["response_ids"]) - len(ids),
         "a": _values(row, "advantages", len(ids)),
-        "w": [_rounded(weight) for weight in token_weights(dict(row))[: len(ids)]],
         "lp": mu,
         "lr": ratio,
         "h": _values(row, "entropy", len(ids)),

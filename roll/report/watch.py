@@ -24,10 +24,10 @@ from zlib import crc32
 
 from roll.base.errors import ConfigError
 from roll.report.history import histograms, lanes
-from roll.report.page import LIVE_SCRIPTS, RUN_PARTS, make_page, run_curves, static_text
+from roll.report.page import LIVE_SCRIPTS, RUN_PARTS, make_page, run_curves
 from roll.report.read import DIED, ENDED, WAITING, Run, read_run
 from roll.report.samples import step_groups, token_pieces
-from roll.report.text import text
+from roll.report.text import static_text, text
 from roll.tools.terminal import integer, option_error
 
 LOOPBACK = "127.0.0.1"

@@ -10,7 +10,7 @@ from roll.rollout.types import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> dict[str, float]:
-    """`rollout/...` and `staleness/...` of a batch.
+    """`rollout/...` and `staleness/...` of a batch; the mean reward of each tag where there are several.
 
     Args:
         groups: complete ones; their greedy responses count in `rollout/greedy_reward_mean` alone.
@@ -25,9 +25,14 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
     ages = [version - min(of_trajectory) for of_trajectory in versions]
     remaining = iter(ages)
     group_ages = [max(islice(remaining, len(group.trajectories))) for group in groups]
-    greedy = [group.greedy.score for group in groups if group.greedy is not None]
+    greedy, by_tag = [group.greedy.score for group in groups if group.greedy is not None], _by_tag(groups)
     return {
         "rollout/reward_mean": statistics.fmean(scores),
+        **{
+            f"rollout/reward_mean/{tag}": statistics.fmean(each.score for each in of_tag)
+            for tag, of_tag in by_tag
+            if len(by_tag) > 1
+        },
         "rollout/reward_std": statistics.pstdev(scores),
         **({"rollout/greedy_reward_mean": statistics.fmean(greedy)} if greedy else {}),
         "rollout/response_length_mean": statistics.fmean(lengths),

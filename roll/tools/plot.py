@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from roll.base.errors import RunError
@@ -26,20 +25,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(f"written: {plot(arguments.runs, arguments.out, arguments.title)}")
-    return 0
-
-
-def plot(folders: Sequence[Path], out: Path | None = None, title: str | None = None) -> Path:
-    """Draws the curves of the runs with these `output_dir`s and returns the file.
+    """Draws the curves of the runs and prints the file.
 
     Raises:
         ConfigError: a folder is not that of a run, or has no step yet, or the file cannot be written.
     """
+    folders, title = arguments.runs, arguments.title
     for folder in folders:
         _check_run(folder)
     one = len(folders) == 1
-    out = out or folders[0] / (PICTURE if one else COMPARISON)
+    out = arguments.out or folders[0] / (PICTURE if one else COMPARISON)
     if out.suffix.lower() != ".png":
         raise option_error("--out", f"{out} must end in .png")
     names = [_name(folder) for folder in folders]
@@ -51,9 +46,10 @@ def plot(folders: Sequence[Path], out: Path | None = None, title: str | None = N
 
     try:
         with explain_write_errors(out):
-            return draw_curves(folders, out, title, names)
+            print(f"written: {draw_curves(folders, out, title, names)}")
     except (RunError, ValueError) as error:
         raise option_error("RUN_DIR" if isinstance(error, ValueError) else "--out", str(error)) from None
+    return 0
 
 
 def _check_run(folder: Path) -> None:

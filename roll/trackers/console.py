@@ -29,13 +29,7 @@ NAME_WIDTH, BAR_WIDTH, TIME_WIDTH = 16, 8, 7
 
 
 class ConsoleTracker(Tracker):
-    """Shows progress and the most important metrics.
-
-    Args:
-        name: of the run, at the start of the line.
-        total_steps: length of the bar.
-        stream: output, by default standard output; on a terminal a bar is drawn.
-    """
+    """Shows progress and the most important metrics on a stream, by default standard output; on a terminal as a bar."""
 
     def __init__(self, name: str, total_steps: int, stream: IO[str] | None = None) -> None:
         self._name = name

@@ -13,9 +13,13 @@ import logging
 import math
 import os
 import platform
+import re
 import shutil
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -143,12 +147,7 @@ def write_whole(
 ) -> Path:
     """Replaces a file at once, so that no reader ever sees a part of it; creates its folder.
 
-    Args:
-        path: of the file.
-        write: writes the content.
-        flush: also to the disk, so that it outlives the machine.
-        mode: who may read and write it, such as 0o600; None is as for any new file.
-        binary: it writes bytes.
+    With `flush` it is on the disk afterwards and outlives the machine; `mode` is that of a new file by default.
 
     Raises:
         RunError: it cannot be written; what was there before stays.
@@ -276,10 +275,12 @@ def write_run_json(
     plan: Any,
     versions: Mapping[str, str] | None = None,
     summary: Mapping[str, Any] | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes `folder`/run.json and returns its path: atomically or, with a summary on a full disk, in place.
 
-    Configuration and plan are dataclasses or mappings; `versions` are by default those of this process.
+    Configuration and plan are dataclasses or mappings; `versions` are by default those of this process, and `origin` is
+    what `find_origin` gives.
 
     Raises:
         RunError: the file cannot be written.
@@ -287,6 +288,7 @@ def write_run_json(
     record = {
         "config": without_secrets(config),
         "versions": dict(versions or dependency_versions()),
+        "origin": origin,
         "plan": plan,
         "summary": summary,
     }
@@ -322,6 +324,22 @@ def dependency_versions() -> dict[str, str]:
     installed = {found.metadata["Name"]: found.version for found in distributions()}
     ordered = dict(sorted(installed.items(), key=lambda entry: entry[0].lower()))
     return {"python": platform.python_version(), **ordered}
+
+
+def find_origin(folder: Path) -> dict[str, Any]:
+    """When a run begins, the git commit of its recipe's folder, and how many devices of each name this machine has.
+
+    What cannot be found out is absent; a commit ends in `-dirty` where files have changed since.
+    """
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    found: dict[str, Any] = {"start": round(time.time(), 3)}
+    with suppress(OSError, subprocess.SubprocessError):
+        found["commit"] = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    with suppress(OSError):
+        files = [*Path("/proc/driver/nvidia/gpus").glob("*/information")] or [Path("/proc/cpuinfo")]
+        text = "".join(file.read_text() for file in files)
+        found["devices"] = Counter(re.findall(r"^(?:Model|model name)\s*:\s*(.*\S)", text, re.MULTILINE))
+    return found
 
 
 def without_secrets(config: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from roll.configs.trackers import METRICS_FILE, TrackerOptions
 from roll.trackers import console, external, tensorboard  # noqa: F401  (registers them)
 from roll.trackers.base import TRACKERS, Metrics, Tracker
-from roll.trackers.files import JsonlTracker, write_run_json
+from roll.trackers.files import JsonlTracker, find_origin, write_run_json
 from roll.trackers.metrics import undocumented, with_aliases
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class TrackerGroup:
         self._metrics = metrics
         self._trackers = trackers
         self._plan = plan
+        self._origin = find_origin(Path(config.source.file).parent)
         self._warned: set[str] = set()
         self._write_run_json(summary=None)
 
@@ -58,7 +59,8 @@ class TrackerGroup:
                 ends.callback(tracker.stop)
 
     def _write_run_json(self, summary: Mapping[str, Any] | None) -> None:
-        write_run_json(Path(self._config.output_dir), self._config, self._plan, summary=summary)
+        folder = Path(self._config.output_dir)
+        write_run_json(folder, self._config, self._plan, summary=summary, origin=self._origin)
 
 
 def make_trackers(config: TrackerOptions, plan: Any = None, metrics: Metrics | None = None) -> TrackerGroup:

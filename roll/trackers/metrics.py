@@ -49,9 +49,7 @@ TIME = (
     Metric("time/advantages", "s", "Advantages and corrections, on the driver."),
     Metric("time/batch_hook", "s", "The class named in async_training.batch_hook_class."),
     Metric("time/train", "s", "Forward and backward passes and optimizer steps."),
-    Metric(
-        "time/train_critic", "s", "Training of the critic; at the same time as time/train where it has its own devices."
-    ),
+    Metric("time/train_critic", "s", "Training of the critic; beside time/train where it has its own devices."),
     Metric("time/hand_over", "s", "Moving the trainer's states to devices that it shares (is_offload_states)."),
     Metric("time/weight_update", "s", "Weight update of the engines, including verification."),
     Metric("time/weight_update_pause", "s", "Part of the weight update during which the engines generated nothing."),
@@ -64,6 +62,7 @@ TIME = (
 
 ROLLOUT = (
     Metric("rollout/reward_mean", "score", "Mean raw reward of the batch's samples."),
+    Metric("rollout/reward_mean/<tag>", "score", "The mean over the samples of one tag, where there are several."),
     Metric("rollout/reward_std", "score", "Standard deviation of the raw reward."),
     Metric("rollout/greedy_reward_mean", "score", "Mean raw reward of the greedy responses (adv_estimator remax)."),
     Metric("rollout/response_length_mean", "tokens", "Mean response length."),
@@ -133,19 +132,11 @@ ADVANTAGE = (
         "Groups whose scores are all equal (with gdpo, those of each reward): they give no gradient.",
     ),
     Metric("advantage/zero_variance_group_fraction", "fraction", "Fraction of the groups whose scores are all equal."),
-    Metric(
-        "advantage/learned_samples",
-        "fraction",
-        "Fraction of the samples that max_len_mask and difficulty_mask leave in the loss.",
-    ),
+    Metric("advantage/learned_samples", "fraction", "Samples that max_len_mask and difficulty_mask leave in the loss."),
     Metric("advantage/overlong_penalty", "", "Mean length penalty subtracted from the scores (overlong_buffer_len)."),
     Metric("advantage/length_penalty", "", "Mean of what scores lose for their tokens (length_penalty_per_token)."),
-    Metric(
-        "advantage/length_reward", "", "Mean of what scores gain or lose among those to a prompt (length_reward_coef)."
-    ),
-    Metric(
-        "advantage/difficulty", "", "Mean difficulty of the samples' prompts, from 0 to 1 (difficulty_loss_weight)."
-    ),
+    Metric("advantage/length_reward", "", "Mean of what scores gain or lose within a group (length_reward_coef)."),
+    Metric("advantage/difficulty", "", "Mean difficulty of the samples' prompts, 0 to 1 (difficulty_loss_weight)."),
     Metric("advantage/difficulty_weight_min", "", "Weight of the easiest prompt of the batch."),
     Metric("advantage/difficulty_weight_max", "", "Weight of the most difficult prompt of the batch."),
     Metric("advantage/length_weight_min", "", "Least weight of a response by its length (length_loss_weight)."),
@@ -211,14 +202,10 @@ CRITIC = (
 
 CORRECTION = (
     Metric("correction/ess", "fraction", "Effective sample size of the tokens, (sum w)^2 / (n sum w^2)."),
-    Metric(
-        "correction/behavior_k1", "nats", "Mean of l; negative if the samples are less likely under p than under mu."
-    ),
+    Metric("correction/behavior_k1", "nats", "Mean of l; negative if the samples are less likely under p than mu."),
     Metric("correction/behavior_k3", "nats", "Mean of e^l - 1 - l, an estimate of KL(mu || p); never negative."),
     Metric("correction/chi2_token", "", "Mean of e^2l over tokens, minus 1: the variance of token ratios."),
-    Metric(
-        "correction/chi2_sequence", "", "Mean of e^2L over samples, minus 1; L is the clamped sum of l in a sample."
-    ),
+    Metric("correction/chi2_sequence", "", "Mean of e^2L over samples, minus 1; L is the clamped sum of a sample's l."),
     Metric("correction/is_weight_mean", "", "Mean weight of a token."),
     Metric("correction/is_weight_max", "", "Largest weight of a token."),
     Metric("correction/masked_fraction", "fraction", "Tokens that rejection removed from the loss."),
@@ -236,25 +223,17 @@ VALIDATION = (
     Metric("val/<name>/score", "score", "Mean reward over the validation prompts with this tag."),
     Metric("val/response_length_mean", "tokens", "Mean validation response length."),
     Metric("val/<tag>/num_actions", "actions", "Mean number of actions of a validation trajectory."),
-    Metric(
-        "val/<tag>/<metric>", "varies", "Mean over validation trajectories of a metric of the environment or reward."
-    ),
+    Metric("val/<tag>/<metric>", "varies", "Mean over validation trajectories of a metric of environment or reward."),
     Metric("val/replayed_groups", "groups", "Validation groups that failed and were repeated."),
     Metric("val/seconds", "s", "Duration of the validation."),
-    Metric(
-        "val/loss",
-        "nats",
-        "SFT: mean negative log-likelihood of the answer tokens; preferences: the loss of the pairs.",
-    ),
+    Metric("val/loss", "nats", "SFT: mean negative log-likelihood of answer tokens; preferences: loss of the pairs."),
     Metric("val/accuracy", "fraction", "Preferences: pairs whose better response has the higher reward."),
     Metric("val/margin", "", "Preferences: difference of the two rewards, mean over pairs."),
 )
 
 SYSTEM = (
     Metric("weight_update/bytes", "bytes", "Weights sent to the engines."),
-    Metric(
-        "weight_update/verified", "0 or 1", "Whether names and checksums of the weights were compared on both sides."
-    ),
+    Metric("weight_update/verified", "0 or 1", "Whether names and checksums of weights were compared on both sides."),
     Metric("param_sync_count", "updates", "Weight updates since the run began."),
     Metric("param_sync_requests", "attempts", "Attempts at a weight update, including failed ones."),
     Metric("sync_failures", "attempts", "Failed attempts at a weight update since the process started."),
@@ -262,7 +241,7 @@ SYSTEM = (
     Metric("faults/engines_down", "engines", "Engines that do not serve at this weight update."),
     Metric("faults/engine_seconds_down", "seconds", "Time that engines did not serve, until each served again."),
     Metric(
-        "faults/run_restarts", "restarts", "Times that the run started again after a process failed; absent before."
+        "faults/run_restarts", "restarts", "Times that the run started again after a failed process; absent before."
     ),
     Metric("faults/rollouter_restarts", "restarts", "Replacements of the rollout process, after the first."),
     Metric("memory/<name>", "bytes", "Memory in use, by role and kind."),
@@ -284,7 +263,7 @@ SYSTEM = (
     Metric(
         "throughput/rollout_idle",
         "fraction",
-        "Fraction of the time since the previous batch without a generation request running.",
+        "Time since the previous batch without a generation request running.",
     ),
 )
 

@@ -99,7 +99,7 @@ def test_texts_of_the_run_are_text(browser: Any, page_file: Path) -> None:
     page = Opened(browser, page_file).page
     assert "roll report" in page.title()
     assert page.evaluate("document.querySelectorAll('.group b').length") == 0
-    assert HOSTILE[:20] in page.inner_text("#samples")
+    assert HOSTILE[:20] in page.text_content("#samples")
     page.click("#all summary")
     page.fill("#filter", "reward/")
     page.locator("#all .card", has_text=f"reward/{HOSTILE[:20]}").wait_for()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,24 @@ def group_line(number: int, step: int, **fields: Any) -> Row:
     """A line of groups.jsonl: two samples of weights that are two versions old."""
     known = {"number": number, "step": step, "version": step - 3, "tag": "math", "name": f"p{number}", "engines": [0]}
     return {**known, "lengths": [4, 20], "scores": [1.0, 0.0], "consumed": 1000.0 + step, **fields}
+
+
+def long_run(folder: Path, steps: int = 10_000, engines: int = 64) -> Path:
+    """A run of many steps, engines, metrics and tokens; one gradient norm stands out."""
+    chance = random.Random(5)
+
+    def spoil(row: Row, part: float) -> None:
+        row.update({f"reward/tag/metric_{number}": chance.random() for number in range(80)})
+        row["actor/grad_norm"] = 77.0 if row["step"] == 4321 else 1.0
+
+    ids = [[chance.randrange(50_000) for _ in range(1_000)] for _ in range(24)]
+    samples = [
+        sample(number // 4, 1.0, 0.5, ids[number], entropy=[chance.random() for _ in ids[number]])
+        for number in range(24)
+    ]
+    groups = [group_line(number, number, lengths=[chance.randrange(2_000)] * 8) for number in range(1, steps + 1)]
+    write_run(folder, steps, spoil, samples=samples, spans=spans_of(600, engines), groups=groups)
+    (last,) = (folder / "samples").iterdir()
+    for step in (1, steps // 4, steps // 2, 3 * steps // 4):
+        (folder / "samples" / f"step-{step:06d}.jsonl").hardlink_to(last)
+    return folder

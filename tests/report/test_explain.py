@@ -6,7 +6,9 @@ import asyncio
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.base.errors import RunError
@@ -74,16 +76,35 @@ def test_it_stops_with_both_numbers_where_the_log_has_another_loss(tmp_path: Pat
     assert "actor/pg_loss" in said and "0.5 logged" in said and "Who carried" not in said
 
 
-def test_it_says_who_carried_the_weight(tmp_path: Path, capsys) -> None:
+def test_it_says_who_carried_the_weight_in_the_language_of_the_terminal(tmp_path: Path, capsys, monkeypatch) -> None:
     folder = run_of(tmp_path, ASYNC)
-    assert main(["explain", str(folder)]) == 0
-    said = capsys.readouterr().out
-    assert "half of the weight is in" in said.replace("\n", " ") and "negative" in said
+    for locale, words in (
+        ("C.UTF-8", ("half of the weight is in", "negative")),
+        ("zh_CN.UTF-8", ("一半的权重集中在", "负")),
+    ):
+        monkeypatch.setenv("LC_ALL", locale)
+        assert main(["explain", str(folder)]) == 0
+        said = capsys.readouterr().out.replace("\n", " ")
+        assert all(word in said for word in words)
     found = explained(folder)
     for parts in shares(found).values():
         assert sum(weight for weight, _ in parts.values()) == pytest.approx(1)
         assert sum(tokens for _, tokens in parts.values()) == pytest.approx(1)
     assert 0 < half_of(found.weights.sum(-1)) <= len(found.rows)
+
+
+def test_a_token_without_an_advantage_has_no_weight(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, ASYNC)
+    file = folder / "samples" / "step-000003.parquet"
+    table = parquet.read_table(file)
+    before, advantages = explained(folder), table["advantages"].to_pylist()
+    row, at = divmod(int(before.weights.argmax()), before.weights.shape[1])
+    advantages[row][at] = 0.0
+    columns = {name: table[name] for name in table.column_names} | {"advantages": advantages}
+    parquet.write_table(pyarrow.table(columns, metadata=table.schema.metadata), file)
+    after = explained(folder)
+    before.weights[row, at] = 0.0
+    assert after.weights.tolist() == before.weights.tolist() and "pg_loss" in after.differences
 
 
 def test_unusual_are_metrics_far_from_the_ten_steps_before(tmp_path: Path) -> None:

@@ -89,6 +89,15 @@ def test_samples_that_carry_the_step_and_that_are_all_the_same(tmp_path: Path) -
     assert keys(write_run(tmp_path / "few", samples=few))[0] == "f_few"
     same = [sample(number // 8, 1.0, 0.0, [5, 5] if number % 4 else [number]) for number in range(64)]
     assert keys(write_run(tmp_path / "same", samples=same))[0] == "f_same"
+    looping = [sample(number // 8, 1.0, 0.0, [number, *range(9), *[7] * 20]) for number in range(64)]
+    assert keys(write_run(tmp_path / "looping", samples=looping))[0] == "f_repeat"
+
+
+@pytest.mark.parametrize(("score", "named"), [(2.5, False), (0.5, True)])
+def test_scores_that_are_not_the_sum_of_their_rewards_are_named(tmp_path: Path, score: float, named: bool) -> None:
+    rows = [sample(0, score, 0.5, [1], tag="plus", parts={"right": 1.0, "style": 0.5})]
+    config = {"rewards": {"right": {"weight": 2.0}, "style": {}}}
+    assert ("f_sum" in keys(write_run(tmp_path, samples=rows, config=config))) == named
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from roll.base.errors import ConfigError
 from roll.report.command import report
+from roll.report.history import MOST_LANES
 from roll.report.page import MOST_POINTS, make_page
 from roll.report.read import read_run
 from roll.report.text import TEXTS
-from tests.report.runs import sample, write_run
+from tests.report.runs import long_run, sample, write_run
 
 HOSTILE = '</script><script>document.title="taken"</script><b>"&\u202e\x00\ud800中文'
 
@@ -62,15 +63,17 @@ def test_equal_responses_are_one_row_and_groups_are_sorted_by_weight(tmp_path: P
     assert step["groups"][1]["rows"][0]["lr"] == [-0.1, -0.1]
 
 
-def test_a_long_run_keeps_the_least_and_largest_value_of_each_bucket(tmp_path: Path) -> None:
-    def spike(row: dict[str, Any], part: float) -> None:
-        row["actor/grad_norm"] = 77.0 if row["step"] == 4321 else 1.0
-
-    page = make_page([read_run(write_run(tmp_path, steps=10_000, spoil=spike))])
-    (run,) = payload(page)["runs"]
-    assert len(run["step"]) <= MOST_POINTS + 1 and run["step"] == sorted(run["step"])
-    assert max(value for value in run["data"]["actor/grad_norm"] if value is not None) == 77.0
-    assert len(page) < 1_500_000
+def test_a_long_run_of_many_engines_keeps_least_mean_and_largest_of_each_bucket_in_a_small_page(tmp_path: Path) -> None:
+    folder = long_run(tmp_path)
+    page = make_page([read_run(folder)])
+    values = payload(page)
+    (run,), norms = values["runs"], values["runs"][0]["data"]["actor/grad_norm"]
+    assert len(run["step"]) <= MOST_POINTS + 3 and run["step"] == sorted(run["step"])
+    at = norms.index(77.0)
+    assert norms[at - 2 : at] == [1.0, pytest.approx(1 + 76 / 16, rel=1e-4)], "16 steps in a bucket"
+    assert len(values["lanes"][0]["lanes"]) == MOST_LANES and TEXTS["lanes_left"][0].format(count=66 - 20) in page
+    assert sum(len(row["tok"]) for group in values["samples"][0][0]["groups"] for row in group["rows"]) <= 24_000
+    assert values["samples"][0][0]["left"] > 0 and len(page) < 1_500_000
 
 
 def test_several_runs_show_only_what_differs(tmp_path: Path) -> None:

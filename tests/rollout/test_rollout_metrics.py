@@ -28,6 +28,7 @@ def test_metrics_of_a_batch():
     groups = [Group(0, "Near", 0, "Near-0", near), Group(1, "Far", 0, "Far-1", far)]
     metrics = rollout_metrics(groups, version=4, stale_after=1) | environment_metrics(groups, "env")
     assert metrics["rollout/reward_mean"] == pytest.approx(2 / 3)
+    assert metrics["rollout/reward_mean/Near"] == 1 and metrics["rollout/reward_mean/Far"] == 0
     assert metrics["rollout/response_length_mean"] == 4 and metrics["rollout/response_length_max"] == 8
     assert metrics["rollout/sequence_length_mean"] == pytest.approx((17 + 4 + 9) / 3)
     assert metrics["rollout/truncated_fraction"] == pytest.approx(1 / 3)
@@ -43,7 +44,7 @@ def test_metrics_of_a_batch():
 def test_metrics_without_a_value_are_left_out():
     groups = [Group(0, "Near", 0, "Near-0", [trajectory((1, 0, 0.0, 0), metrics={}, stop="sequence_length")])]
     metrics = rollout_metrics(groups, version=0, stale_after=1) | environment_metrics(groups, "env")
-    assert "rollout/prefix_reuse" not in metrics
+    assert "rollout/prefix_reuse" not in metrics and "rollout/reward_mean/Near" not in metrics
     assert [name for name in metrics if name.startswith("env/")] == ["env/Near/num_actions"]
 
 

@@ -11,7 +11,8 @@ byId('language').onclick = () => { root.lang = root.lang === 'zh' ? 'en' : 'zh';
 async function read() {
   const stored = byId('data');
   if (stored.type === 'application/json') return JSON.parse(stored.textContent);
-  const bytes = Uint8Array.from(atob(stored.textContent), c => c.charCodeAt(0));
+  const packed = atob(stored.textContent), bytes = new Uint8Array(packed.length);
+  for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i);
   return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'))).text());
 }
 
@@ -19,9 +20,9 @@ async function read() {
 function trend(values) {
   const width = Math.max(1, Math.round(values.length * .1));
   return values.map((value, i) => {
-    if (value == null) return null;
-    const near = values.slice(Math.max(0, i - width + 1), i + 1).filter(v => v != null);
-    return near.reduce((a, b) => a + b, 0) / near.length;
+    let sum = 0, count = 0;
+    for (let k = Math.max(0, i - width + 1); k <= i; k++) if (values[k] != null) { sum += values[k]; count++; }
+    return value == null ? null : sum / count;
   });
 }
 
@@ -73,7 +74,12 @@ function chart(parent, page, title, metrics, share) {
     const constant = all.length > 2 && most - least < .02 * Math.abs(most);
     label.innerHTML = title + (constant ? `<small> ${page.words.constant}</small>` : '');
     const unit = page.units[now.values[0].name];
-    note.textContent = [...new Set(now.values.map(v => v.name))].join(', ') + (unit && unit[0] ? ' · ' + unit[0] : '');
+    const named = new Map(now.values.map(v => [v.name, v.colour]));
+    note.replaceChildren(...[...named].flatMap(([name, colour], k) => {
+      const part = element('span', '', name);
+      if (named.size > 1 && page.runs.length === 1) part.style.color = colour;
+      return k ? [', ', part] : [part];
+    }), unit && unit[0] ? ' · ' + unit[0] : '');
     if (unit) note.title = unit[1];
     const width = Math.max(120, card.clientWidth - 24);
     if (plot && before.shape === now.shape) {
@@ -84,12 +90,12 @@ function chart(parent, page, title, metrics, share) {
       return show(plot.cursor.idx);
     }
     if (plot) plot.destroy();
-    const axis = {stroke: css('--dim'), font: '11px Inter, system-ui', ticks: {show: false}};
+    const axis = {stroke: css('--dim'), font: '12px Inter, system-ui', ticks: {show: false}};
     plot = new uPlot({
       width, height: 152, legend: {show: false},
       cursor: {sync: {key: 'step'}, y: false, drag: {x: true, y: false}},
       scales: {x: {time: false, range: (u, a, b) => a === b ? [a - .5, b + .5] : [a, b]}, y: {range: share ? () => [0, 1] : (u, a, b) => { const room = (b - a) * .08 || Math.abs(b) * .1 || .1; return [a - room, b + room]; }}},
-      axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 40, values: (u, v) => v.map(format)}],
+      axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 28, values: (u, v) => v.map(format)}],
       series: now.series, hooks: {setCursor: [u => show(u.cursor.idx)]},
     }, now.data, card);
     show(null);
@@ -117,6 +123,11 @@ const tints = {
   h: v => mix('warn', Math.min(60, v * 24)),
   v: (v, row) => { const kinds = [...new Set(row.v)]; return kinds.length < 2 ? '' : mix('r' + (kinds.indexOf(v) % 8 + 1), 40); },
 };
+const keys = {a: [-2, -.5, .5, 2], lr: [-.4, -.1, .1, .4], h: [.2, 1, 2], v: []};  // Values of the legend of each tint.
+const tinted = (span, tint, value, row) => {
+  span.style.background = tints[tint](value, row);
+  if (value < 0 && 'a lr'.includes(tint)) span.className = 'down';
+};
 const mix = (name, percent) => `color-mix(in srgb, var(--${name}) ${Math.min(60, percent).toFixed(0)}%, transparent)`;
 
 function tokens(row, tint) {
@@ -125,8 +136,8 @@ function tokens(row, tint) {
     if (text === '' && i) return;
     const span = element('span', '', text.replace(/\n/g, '↵\n'));
     const value = row[tint][i];
-    if (value != null) span.style.background = tints[tint](value, row);
-    span.dataset.tip = [['log p', row.lp[i]], ['p', row.lp[i] == null ? null : Math.exp(row.lp[i])], ['log ratio', row.lr[i]], ['entropy', row.h[i]], ['advantage', row.a[i]], ['version', row.v[i]]]
+    if (value != null) tinted(span, tint, value, row);
+    span.tip = () => [['log p', row.lp[i]], ['p', row.lp[i] == null ? null : Math.exp(row.lp[i])], ['log ratio', row.lr[i]], ['entropy', row.h[i]], ['advantage', row.a[i]], ['version', row.v[i]]]
       .filter(([, v]) => v != null).map(([name, v]) => name + '  ' + (Number.isInteger(v) ? v : v.toPrecision(3))).join('\n');
     box.append(span);
   });
@@ -153,7 +164,9 @@ function groups(part, page, step, tint) {
     if (group.prompt) head.append(element('span', 'prompt', group.prompt));
     head.append(element('code', '', group.id));
     if (group.truth != null) head.append(element('span', 'dim', '= ' + group.truth));
-    head.append(element('span', 'dim', 'μ ' + format(group.mean)), element('span', 'share', (100 * group.share).toFixed(1) + ' %'));
+    const mean = head.appendChild(element('span', 'dim'));
+    mean.innerHTML = page.words.mean + ' ' + format(group.mean);
+    head.append(element('span', 'share', (100 * group.share).toFixed(1) + ' %'));
     made.append(head);
     for (const row of group.rows) {
       const mean = row.a.length && row.a[0] != null ? row.a.reduce((a, b) => a + b, 0) / row.a.length : null;
@@ -164,8 +177,16 @@ function groups(part, page, step, tint) {
       line.append(element('span', 'n', row.n + ' ×'), element('span', '', format(row.score)), value, said);
       made.append(line);
     }
+    if (group.left > 0) made.append(left(page, group.left));
     box.append(made);
   }
+  if (found.left > 0) box.append(left(page, found.left));
+}
+
+function left(page, count) {
+  const made = element('div', 'left', '+' + count + ' '), what = made.appendChild(element('span'));
+  what.innerHTML = page.words.not_shown;
+  return made;
 }
 
 function samples(page) {
@@ -177,6 +198,10 @@ function samples(page) {
       if (newest && chosen.step == null) { chosen.step = Number(newest.dataset.step); draw(); }
       part.querySelectorAll('[data-step]').forEach(button => button.setAttribute('aria-pressed', Number(button.dataset.step) === chosen.step));
       part.querySelectorAll('[data-tint]').forEach(button => button.setAttribute('aria-pressed', button.dataset.tint === chosen.tint));
+      part.querySelectorAll('.key').forEach(box => {
+        box.innerHTML = page.words['key_' + chosen.tint];
+        for (const value of keys[chosen.tint]) tinted(box.appendChild(element('span', '', format(value))), chosen.tint, value);
+      });
       part.querySelectorAll('select').forEach(list => { list.value = chosen.step; if (list.selectedIndex < 0) list.selectedIndex = 0; });
     };
     const draw = async () => {
@@ -205,7 +230,7 @@ function tips() {
   const tip = document.body.appendChild(element('div'));
   tip.id = 'tip';
   document.addEventListener('mousemove', event => {
-    const text = event.target.dataset && event.target.dataset.tip;
+    const text = event.target.tip ? event.target.tip() : event.target.dataset && event.target.dataset.tip;
     tip.style.display = text ? 'block' : 'none';
     if (!text) return;
     tip.textContent = text;

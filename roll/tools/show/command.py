@@ -44,14 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 def show(
     run: Path, step: int | None = None, group: int | None = None, limit: int | None = None, html: Path | None = None
 ) -> int:
-    """Shows samples of the run with this `output_dir` and returns the exit code.
-
-    Args:
-        run: `output_dir` of the run.
-        step: step to show; None for the last one.
-        group: show only this group; None for all groups.
-        limit: most samples to show, equal ones counted once; None for DEFAULT_LIMIT, or for all samples of `group`.
-        html: page to write; None to print.
+    """Prints samples of a step, or writes them to the page `html`, and returns the exit code.
 
     Raises:
         ConfigError: the run, step or group does not exist, or the page cannot be written.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -21,7 +22,7 @@ from roll.tools.show.formatting import (
     sanitize,
     sanitize_line,
 )
-from roll.tools.show.samples import SampleGroup, ShownEpisode, ShownSample, ShownTurn
+from roll.tools.show.samples import SampleGroup, ShownSample, ShownTurn
 from roll.tools.show.tokens import Pieces
 
 MAX_MAP_WIDTH = 60
@@ -111,10 +112,7 @@ def _group_view(
         sample = equal[0]
         count = f"{len(equal)} x " if len(equal) > 1 else ""
         head = Text.assemble((count, "bold"), sanitize_line(sample.id, "bold"))
-        if (episode := sample.episode) is None:
-            parts.append(_response_view(head, sample, texts))
-        else:
-            parts.append(_episode_view(head, sample, episode, texts))
+        parts.append((_response_view if sample.episode is None else _episode_view)(head, sample, texts))
     return Group(*parts)
 
 
@@ -122,7 +120,7 @@ def _group_header(group: SampleGroup, share: float | None) -> Text:
     first = group.samples[0]
     name = Text(f" group {group.number} ", "bold white on blue")
     if first.episode is not None:
-        problem = [Text.assemble(sanitize_line(first.episode.tag), f"  seed {first.episode.seed}")]
+        problem = [Text.assemble(sanitize_line(first.episode["tag"]), f"  seed {first.episode['seed']}")]
     else:
         problem = [Text.assemble("prompt ", sanitize_line(first.prompt_id))]
     if first.ground_truth is not None:
@@ -146,18 +144,18 @@ def _response_view(head: Text, sample: ShownSample, texts: Texts) -> RenderableT
     return Padding(Group(line, text), (0, 0, 0, 2), expand=False)
 
 
-def _episode_view(head: Text, sample: ShownSample, episode: ShownEpisode, texts: Texts) -> RenderableType:
+def _episode_view(head: Text, sample: ShownSample, texts: Texts) -> RenderableType:
     """Header, turns, and a line with score, stop reason and metrics."""
     parts: list[RenderableType] = [Text.assemble(head, "  ", format_advantage(sample.advantage))]
+    turns, episode = sample.turns, sample.episode or {}
     outcome_in_map = False
-    for index, turn in enumerate(episode.turns):
-        last = index + 1 == len(episode.turns)
-        after = episode.outcome if last else episode.turns[index + 1].observation
+    for index, turn in enumerate(turns):
+        after = episode["outcome"] if index + 1 == len(turns) else turns[index + 1].observation
         outcome_in_map = is_map(turn.observation) and is_map(after)
         body = _turn_body(turn, after if outcome_in_map else "", texts)
         parts += [_turn_header(index + 1, turn), _indented(body, 4)]
-    if episode.outcome and not outcome_in_map:
-        parts.append(_indented(_labelled([("then", texts.show(episode.outcome, OBSERVATION_STYLE))]), 4))
+    if episode["outcome"] and not outcome_in_map:
+        parts.append(_indented(_labelled([("then", texts.show(episode["outcome"], OBSERVATION_STYLE))]), 4))
     return _indented(Group(*parts, _end_line(sample, episode), ""), 2)
 
 
@@ -183,12 +181,12 @@ def _turn_body(turn: ShownTurn, after: str, texts: Texts) -> Table:
     return table
 
 
-def _end_line(sample: ShownSample, episode: ShownEpisode) -> Text:
-    stop = str(episode.stop)
+def _end_line(sample: ShownSample, episode: Mapping[str, Any]) -> Text:
+    stop = str(episode["stop"])
     reason = Text(f"{stop}: {STOP_REASONS[stop]}") if stop in STOP_REASONS else sanitize_line(stop)
     score = Text.assemble(("  end", "bold"), ("  score ", "bold"), (format_number(sample.score), "bold"))
     metrics = [
-        Text.assemble(sanitize_line(name), f" {format_number(value)}") for name, value in episode.metrics.items()
+        Text.assemble(sanitize_line(name), f" {format_number(value)}") for name, value in episode["metrics"].items()
     ]
     return Text("  ").join([score, reason, *metrics])
 

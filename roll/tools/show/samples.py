@@ -15,6 +15,9 @@ from roll.tools.terminal import option_error
 from roll.trackers.files import RUN_FILE
 from roll.trackers.sample_files import read_samples
 
+EPISODE = ("tag", "seed", "stop", "outcome", "metrics")
+"""What a trajectory of a dump has beside its turns."""
+
 
 @dataclass(frozen=True)
 class ShownTurn:
@@ -31,18 +34,6 @@ class ShownTurn:
 
 
 @dataclass(frozen=True)
-class ShownEpisode:
-    """The trajectory of a sample, as stored in the dump."""
-
-    tag: str
-    seed: int
-    stop: str | None
-    outcome: str
-    metrics: Mapping[str, float]
-    turns: Sequence[ShownTurn]
-
-
-@dataclass(frozen=True)
 class ShownSample:
     """One response or one trajectory.
 
@@ -52,7 +43,8 @@ class ShownSample:
         weights: of trained tokens in the gradient (see `token_weights`).
         versions: weight versions that generated it, without duplicates.
         response_ids: tokens of the response, or of all answers of a trajectory.
-        episode: the trajectory; None for a response.
+        episode: EPISODE of the trajectory; None for a response.
+        turns: of the trajectory, also where each was a sample.
     """
 
     id: str
@@ -64,7 +56,8 @@ class ShownSample:
     versions: Sequence[int]
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    episode: ShownEpisode | None
+    episode: Mapping[str, Any] | None
+    turns: Sequence[ShownTurn]
 
     @property
     def advantage(self) -> float | None:
@@ -79,8 +72,7 @@ class ShownSample:
     @property
     def content(self) -> tuple[object, ...]:
         """What equal responses or trajectories have in common."""
-        read = [(turn.observation, turn.text) for turn in self.episode.turns] if self.episode else []
-        return (self.score, *self.response_ids, *read)
+        return (self.score, *self.response_ids, *((turn.observation, turn.text) for turn in self.turns))
 
 
 @dataclass(frozen=True)
@@ -229,13 +221,13 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> ShownSample:
         versions=sorted({version for row in rows for version in row.get("weight_version", [])}),
         prompt_ids=first["prompt_ids"],
         response_ids=[token for row in rows for token in row["response_ids"]],
-        episode=_episode(rows) if "episode" in first else None,
+        episode={name: first["episode"][name] for name in EPISODE} if "episode" in first else None,
+        turns=_turns(rows) if "episode" in first else [],
     )
 
 
-def _episode(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
-    fields = rows[0]["episode"]
-    turns = [
+def _turns(rows: Sequence[Mapping[str, Any]]) -> list[ShownTurn]:
+    return [
         ShownTurn(
             turn["observation"],
             turn["text"],
@@ -246,7 +238,6 @@ def _episode(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
         for row in rows
         for turn in row["episode"]["turns"]
     ]
-    return ShownEpisode(fields["tag"], fields["seed"], fields["stop"], fields["outcome"], fields["metrics"], turns)
 
 
 def _mean(values: Sequence[float]) -> float | None:

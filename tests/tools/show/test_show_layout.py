@@ -68,8 +68,8 @@ def test_turns_that_were_samples_are_joined_into_a_trajectory(tmp_path: Path) ->
     assert [group.scores for group in by_step] == [group.scores for group in by_trajectory]
     assert [len(group.samples) for group in by_step] == [2, 1]
     first = by_step[0].samples[0]
-    assert first.episode is not None and [turn.observation for turn in first.episode.turns] == [START, RIGHT]
-    assert [turn.advantage for turn in first.episode.turns] == [0.5, 0.5]
+    assert [turn.observation for turn in first.turns] == [START, RIGHT]
+    assert [turn.advantage for turn in first.turns] == [0.5, 0.5]
 
 
 def sample(
