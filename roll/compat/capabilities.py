@@ -153,10 +153,6 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
     ),
     "quantised training": (_given("load_in_4bit load_in_8bit quantization_bit bnb_config quantization_config"),),
     "training in fp8": (_of_roles(f"{OPTIONS}.fp8"),),
-    "context parallelism": (
-        _of_roles(f"{OPTIONS}.context_parallel_size", _above_one),
-        _of_roles("model_args.ulysses_size", _above_one),
-    ),
     "multi-token prediction": (_of_roles("mtp_training_mode", _is("standalone", "joint")),),
     "pipeline parallelism of an engine": (_given(f"{SGLANG}.pipeline_parallel_size {SGLANG}.pp_size", _above_one),),
     "quantised engines": (_given(f"{SGLANG}.quantization {SGLANG}.online_quantization"),),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from roll.algorithms.options.policy_options import parse_pg_variant
@@ -180,9 +180,12 @@ class MegatronRoleConfig(RoleConfig):
     def layout(self) -> ParallelLayout:
         """How the devices are split into parallel dimensions."""
         megatron = self.strategy_args.strategy_config
-        tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-        data = max(1, len(self.device_mapping) // (tensor * pipeline))
-        return ParallelLayout(tensor=tensor, data=data, pipeline=pipeline)
+        model = ParallelLayout(
+            tensor=megatron.tensor_model_parallel_size,
+            context=megatron.context_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+        )
+        return replace(model, data=max(1, len(self.device_mapping) // model.model_size))
 
     @property
     def forward_token_limit(self) -> int | None:

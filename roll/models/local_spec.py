@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from roll.models.context_attention import ContextSplit, context_attention
 from roll.models.families.family import LayerTraits
 from roll.models.operators import RotaryTable, rms_norm, swiglu, take_rows
 
@@ -86,6 +87,8 @@ class PackedSamples(PackedSeqParams):  # type: ignore[misc]  # Megatron is not t
     positions: torch.Tensor | None = None
     expand: torch.Tensor | None = None
     collapse: torch.Tensor | None = None
+    context: ContextSplit | None = None
+    """Under context parallelism: `positions` are those of this rank's tokens, everything else of whole samples."""
 
 
 class LayerRotary(NamedTuple):
@@ -140,7 +143,10 @@ class CausalAttention(torch.nn.Module):
         if expand is not None:
             query, key, value = (take_rows(x, expand) for x in (query, key, value))
             positions = positions[expand]
-        rotated = [self.rotary.rotate(x[:, None], positions) for x in (query, key)]
+        longest = packed_seq_params.max_seqlen_q
+        rotated = [self.rotary.rotate(x[:, None], positions, longest) for x in (query, key)]
+        if packed_seq_params.context is not None:
+            return context_attention(rotated[0], rotated[1], value, packed_seq_params.context, self.scale)
         if takes_varlen(query):
             context = self._attend_packed(packed_seq_params, rotated[0], rotated[1], value)
         else:

@@ -81,20 +81,21 @@ class RotaryTable:
         self._frequencies, self._pairs = frequencies, pairs
         self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rotate(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor | None = None, longest: int = 0) -> torch.Tensor:
         """Rotates each channel pair i of position s by s f_i; [S, B, N, D] to [B, N, S, D] contiguous.
 
         Args:
             x: [S, B, N, D].
-            positions: [S], each below S; None is 0 to S - 1.
+            positions: [S], each below S or `longest`; None is 0 to S - 1.
+            longest: above every position.
         """
-        length = x.shape[0]
+        length = max(x.shape[0], longest)
         if x.dtype not in self._tables or self._tables[x.dtype][0].shape[0] < length:
             known = torch.arange(1 << (length - 1).bit_length(), device=x.device, dtype=torch.float32)
             angles = torch.outer(known, self._frequencies)
             self._tables[x.dtype] = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         cosine, sine = self._tables[x.dtype]
-        cosine, sine = (table[:length] if positions is None else table[positions] for table in (cosine, sine))
+        cosine, sine = (table[: x.shape[0]] if positions is None else table[positions] for table in (cosine, sine))
         rotated: torch.Tensor = _Rotate.apply(x, cosine, sine, self._pairs)  # type: ignore[no-untyped-call]
         return rotated
 

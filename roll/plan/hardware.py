@@ -133,8 +133,9 @@ def check_nodes(config: BaseConfig, platform: str, devices_per_node: int) -> Ite
     """Engines are split evenly over their nodes; groups that span nodes, and GPUs shared on several, are slow."""
     yield from _check_sharing(config, platform, devices_per_node)
     for role, worker in config.device_roles().items():
-        size, path = worker.layout.tensor, f"{role}.device_mapping"
-        what = "a tensor-parallel group" if isinstance(worker, MegatronRoleConfig) else "an engine"
+        size, path = worker.layout.tensor * worker.layout.context, f"{role}.device_mapping"
+        kind = "context" if worker.layout.context > 1 else "tensor"
+        what = f"a {kind}-parallel group" if isinstance(worker, MegatronRoleConfig) else "an engine"
         groups = [worker.device_mapping[first : first + size] for first in range(0, len(worker.device_mapping), size)]
         spanning = [group for group in groups if len({device // devices_per_node for device in group}) > 1]
         if spanning:

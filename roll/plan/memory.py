@@ -105,14 +105,15 @@ def _training_stage(
     ]
     last = stage == layout.pipeline - 1
     training = [_activations(config, worker, shape, stage, platform)]
-    tokens = _training_tokens(config, worker)
+    tokens = _of_rank(_training_tokens(config, worker), worker)
+    training += _gathered(_training_tokens(config, worker), worker, shape, with_gradient=True)
     if last and critic:
         copies = f"hidden states and gradients in fp32 2 x {tokens:,} tokens x {shape.hidden:,} x 4 B"
         training += [MemoryLine("value head", 2 * tokens * shape.hidden * 4, copies)]
     elif last:
         training += [_head(tokens, shape, layout.tensor, platform, keep=True)]
         training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
-        training += _teacher_tokens(config, tokens, shape)
+        training += _teacher_tokens(config, _training_tokens(config, worker), shape)
     passes = [training]
     if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
         passes += [_forward_lines(config, worker, shape, platform, last and not critic)]
@@ -137,7 +138,7 @@ def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[Me
     """
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size = DTYPE_BYTES[worker.model_args.dtype]
-    shards = layout.data if megatron.use_distributed_optimizer else 1
+    shards = layout.data * layout.context if megatron.use_distributed_optimizer else 1
     moments = "Adam 4 + 4"
     each = 8 + (4 if size < 4 else 0)
     if megatron.precision_aware and not megatron.optimizer_cpu_offload:
@@ -156,6 +157,21 @@ def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[Me
     formula = f"{count:,} parameters x (fp32 weights 4 + gradients 4 + Adam 4 + 4) B / {shards} data-parallel shards"
     host = MemoryLine("optimizer in host memory", int(count * 16 * share) // shards, f"{formula} x {share:g} offloaded")
     return MemoryLine("optimizer", total - int(total * share), f"{state} x {1 - share:g} not offloaded"), [host]
+
+
+def _of_rank(tokens: int, worker: MegatronRoleConfig) -> int:
+    """Tokens of a micro-batch that one context rank computes."""
+    return -(-tokens // worker.layout.context)
+
+
+def _gathered(tokens: int, worker: MegatronRoleConfig, shape: ModelShape, with_gradient: bool) -> list[MemoryLine]:
+    """Under context parallelism: keys and values of all ranks, which one layer at a time has, and the log-probs."""
+    layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
+    if layout.context == 1:
+        return []
+    kv, copies = shape.kv_width(layout.tensor), 3 if with_gradient else 2
+    formula = f"{tokens:,} tokens of {layout.context} context ranks x ({copies} x 2 x {kv:,} keys and values x {size} B"
+    return [MemoryLine("context gather", tokens * (copies * 2 * kv * size + 16), f"{formula} + log-probs 16 B)")]
 
 
 @dataclass(frozen=True)
@@ -222,6 +238,7 @@ def _activations(
             inputs, whole = inputs + virtual * -(-part // number), 0
             recomputed = number * values.saved - values.inputs
     in_flight = min(_in_flight(worker, stage), Fraction(_tokens_of_a_step(config, worker), max(tokens, 1)))
+    tokens = _of_rank(tokens, worker)
     total = tokens * (in_flight * (whole * values.saved + inputs * values.inputs) + recomputed)
     saved = " + ".join(
         [f"{whole} layers x {values.saved:,}"] * bool(whole) + [f"{inputs} hidden states x {values.inputs:,}"]
@@ -310,11 +327,13 @@ def _forward_lines(
     config: BaseConfig, worker: MegatronRoleConfig, shape: ModelShape, platform: str, with_head: bool
 ) -> list[MemoryLine]:
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
-    tokens = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
+    whole = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
+    tokens = _of_rank(whole, worker)
     per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor
     formula = f"forward pass of {tokens:,} tokens x {per_token:,} values x {size} B"
     head = [_head(tokens, shape, tensor, platform, keep=False)] if with_head else []
-    return [MemoryLine("activations", tokens * per_token * size, formula), *head]
+    gathered = _gathered(whole, worker, shape, with_gradient=False)
+    return [MemoryLine("activations", tokens * per_token * size, formula), *gathered, *head]
 
 
 def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:

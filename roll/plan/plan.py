@@ -50,6 +50,7 @@ class RolePlan:
     pipeline: int
     data: int
     shares_devices_with: list[str]
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> R
         nodes=sorted({device // per_node for device in devices}),
         workers=layout.world_size if isinstance(worker, MegatronRoleConfig) else layout.data,
         tensor=layout.tensor,
+        context=layout.context,
         pipeline=layout.pipeline,
         data=layout.data,
         shares_devices_with=[name for name, theirs in others if theirs & {*devices}],
@@ -176,7 +178,8 @@ def _position(worker: RoleConfig, rank: int) -> str:
     if not isinstance(worker, MegatronRoleConfig):
         return f"engine {rank // layout.tensor}" + (f" tp{rank % layout.tensor}" if layout.tensor > 1 else "")
     at = layout.coordinates(rank)
-    return f"rank {rank} (tp{at.tensor} dp{at.data} pp{at.pipeline})"
+    context = f" cp{at.context}" if layout.context > 1 else ""
+    return f"rank {rank} (tp{at.tensor}{context} dp{at.data} pp{at.pipeline})"
 
 
 def _groups(plan: Plan) -> dict[tuple[str, ...], int]:

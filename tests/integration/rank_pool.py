@@ -86,6 +86,7 @@ class RankContext:
         sizes = {
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
+            "context_parallel_size": self.layout.context,
         }
         own = {"device_mapping": list(range(self.layout.world_size)), "use_sequence_packing": packed}
         frozen = infer and reward_model

@@ -191,7 +191,7 @@ model_args.device_map: device_mapping places the ranks
 model_args.gradient_checkpointing_use_reentrant: Megatron recomputes in its own way
 model_args.model_config_kwargs if off: the model's config.json is used as it is; change it there
 model_args.moe_aux_loss_coef: the model families here are dense
-model_args.ulysses_size if null 0 1: context parallelism is not available
+model_args.ulysses_size if null 0 1: a sequence is not split
 model_args.vision_dp if off: the model families here read text
 model_args.lora_*: there is no LoRA without lora_target
 model_args.additional_target if off: there is no LoRA

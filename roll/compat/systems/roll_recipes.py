@@ -61,6 +61,7 @@ def read_roll_keys(recipe: Recipe) -> None:
     _read_distillation(recipe)
     _read_remove_padding(recipe)
     _read_frozen(recipe)
+    _read_ulysses(recipe)
 
 
 def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
@@ -164,6 +165,20 @@ def _read_frozen(recipe: Recipe) -> None:
         elif absent:
             recipe.put(path, kept)
             recipe.note(path, f"{', '.join(absent)} has no effect: a model for text has no such part")
+
+
+def _read_ulysses(recipe: Recipe) -> None:
+    """The split of sequences that FSDP has in ROLL: context parallelism, and where there is one its exchange."""
+    for role in PACKED_ROLES:
+        path, options = f"{role}.model_args.ulysses_size", f"{role}.strategy_args.strategy_config"
+        if not is_count(recipe.get(path)) or recipe.get(path) == 1:
+            continue
+        size = recipe.take(path)
+        by_torch = recipe.get(f"{role}.model_args.attn_implementation") == "sdpa"
+        if recipe.put_new(f"{options}.context_parallel_size", size):
+            if not by_torch:
+                recipe.put_new(f"{options}.cp_comm_type", "a2a")
+            recipe.note(path, f"is read as context_parallel_size {size}{'' if by_torch else ' with cp_comm_type a2a'}")
 
 
 def _read_critic(recipe: Recipe) -> None:

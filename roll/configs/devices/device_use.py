@@ -88,8 +88,8 @@ def check_device_use(config: BaseConfig) -> Iterator[Finding]:
 
 def _check_divides(role: str, worker: RoleConfig) -> Iterator[Finding]:
     count, path = len(worker.device_mapping), f"{role}.device_mapping"
-    tensor, pipeline = worker.layout.tensor, worker.layout.pipeline
-    size = tensor * pipeline
+    layout = worker.layout
+    tensor, size = layout.tensor, layout.model_size
     if count % size == 0:
         return
     below = count // size * size
@@ -99,7 +99,9 @@ def _check_divides(role: str, worker: RoleConfig) -> Iterator[Finding]:
     elif isinstance(worker, EngineRoleConfig):
         yield error(path, f"{count} devices cannot hold engines of num_gpus_per_worker {tensor}; use {multiples}")
     else:
-        sizes = f"tensor parallel {tensor}" + (f" x pipeline parallel {pipeline}" if pipeline > 1 else "")
+        sizes = f"tensor parallel {tensor}"
+        sizes += f" x context parallel {layout.context}" if layout.context > 1 else ""
+        sizes += f" x pipeline parallel {layout.pipeline}" if layout.pipeline > 1 else ""
         yield error(path, f"{count} devices cannot hold {sizes}; use {multiples}")
 
 

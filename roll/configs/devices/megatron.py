@@ -47,6 +47,7 @@ FULL = needs("recompute_granularity", "only recompute_granularity: full reads it
 SELECTIVE = needs(
     "recompute_granularity", "only recompute_granularity: selective reads it", lambda value: value == "selective"
 )
+SEVERAL_CONTEXT_RANKS = needs("context_parallel_size", "context_parallel_size is 1", lambda size: size > 1)
 SEVERAL_STAGES = needs("pipeline_model_parallel_size", "pipeline_model_parallel_size is 1", lambda size: size > 1)
 
 
@@ -90,7 +91,15 @@ class MegatronConfig:
     expert_model_parallel_size: int = option(
         1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
     )
-    context_parallel_size: int = option(1, "Ranks one sequence is split over; only 1 is available.", ge=1, le=1)
+    context_parallel_size: int = option(
+        1, "Ranks each sequence is split over, so that one rank keeps the activations of a part of it.", ge=1
+    )
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = option(
+        None,
+        "How attention exchanges keys and values under context parallelism: p2p and a2a are those of Transformer "
+        "Engine, all_gather that of torch's attention; default: p2p with Transformer Engine, else all_gather.",
+        only_for=SEVERAL_CONTEXT_RANKS,
+    )
     sequence_parallel: bool = option(
         False, "Split norms and residuals along the sequence over the tensor-parallel ranks."
     )
@@ -188,6 +197,7 @@ def with_defaults(
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": transformer_engine,
+        "cp_comm_type": "p2p" if transformer_engine else "all_gather",
     }
     if isinstance(options, MegatronTrainConfig):
         overlap = options.overlap_grad_reduce
@@ -321,11 +331,30 @@ def check_megatron(path: str, options: MegatronConfig, model: MegatronModelArgum
         yield from _check_optimizer(options, path, model)
 
 
+def _check_exchange(path: str, options: MegatronConfig, on_cpu: bool, without_engine: bool) -> Iterator[Finding]:
+    """The attention that computes has the chosen exchange of keys and values."""
+    chosen = options.cp_comm_type
+    if options.context_parallel_size == 1 or chosen is None or (chosen == "all_gather") == without_engine:
+        return
+    if chosen == "all_gather":
+        yield error(path, "all_gather is that of torch's attention, and Transformer Engine computes; leave it out")
+    elif on_cpu:
+        yield error(path, f"{chosen} needs platform cuda with Transformer Engine; leave it out")
+    else:
+        yield error(
+            path,
+            f"{chosen} needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; "
+            "leave it out",
+        )
+
+
 def check_kernels(role: str, options: MegatronConfig, model: MegatronModelArguments, on_cpu: bool) -> Iterator[Finding]:
     """The platform has the kernels that options and precision ask for."""
     path, attention = f"{role}.strategy_args.strategy_config", f"{role}.model_args.attn_implementation"
     if model.dtype == "fp16":
         yield error(f"{role}.model_args.dtype", "fp16 needs loss scaling, which is not available; use bf16 or fp32")
+    without_engine = on_cpu or model.attn_implementation == "sdpa" or model.dtype == "fp32"
+    yield from _check_exchange(f"{path}.cp_comm_type", options, on_cpu, without_engine)
     if on_cpu:
         for name in CUDA_ONLY:
             if getattr(options, name, False):
@@ -337,7 +366,6 @@ def check_kernels(role: str, options: MegatronConfig, model: MegatronModelArgume
         if model.attn_implementation == "fa2":
             yield error(attention, "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
         return
-    without_engine = model.attn_implementation == "sdpa" or model.dtype == "fp32"
     if options.apply_rope_fusion and without_engine:
         yield error(
             f"{path}.apply_rope_fusion",

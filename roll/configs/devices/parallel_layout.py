@@ -133,24 +133,46 @@ class RankCoordinates:
     tensor: int
     data: int
     pipeline: int
+    context: int = 0
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one role, in Megatron's order: tensor, data, pipeline (fastest first)."""
+    """Sizes of the parallel dimensions of one role; in Megatron's order tensor, context, data, pipeline."""
 
     tensor: int = 1
     data: int = 1
     pipeline: int = 1
+    context: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data * self.pipeline
+        return self.model_size * self.data
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that compute one copy of the model together."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def chunks(self) -> int:
+        """Equal chunks of a sample, each context rank computes two; 1 where samples are not split."""
+        return 2 * self.context if self.context > 1 else 1
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Inverse of `rank`: rank = tensor + T * (data + D * pipeline)."""
-        tensor, rest = rank % self.tensor, rank // self.tensor
-        return RankCoordinates(tensor=tensor, data=rest % self.data, pipeline=rest // self.data)
+        """Inverse of `rank`: rank = tensor + T * (context + C * (data + D * pipeline))."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        return RankCoordinates(tensor=tensor, context=context, data=rest % self.data, pipeline=rest // self.data)
 
-    def rank(self, tensor: int, data: int, pipeline: int) -> int:
-        return tensor + self.tensor * (data + self.data * pipeline)
+    def rank(self, tensor: int, data: int, pipeline: int, context: int = 0) -> int:
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
+
+    @property
+    def round_to(self) -> int:
+        """Micro-batches are padded to multiples of this, so that every rank has equally many tokens."""
+        return self.tensor * self.chunks
+
+    def padded(self, length: int) -> int:
+        """Tokens that a sample of `length` takes in a micro-batch: a multiple of `chunks`."""
+        return -(-length // self.chunks) * self.chunks

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from roll.base.errors import Finding, error, missing, unreachable, warning
 from roll.base.text import either
-from roll.configs.devices.megatron import MegatronTrainConfig, check_recompute, part_layers, stage_layers
+from roll.configs.devices.megatron import (
+    MegatronConfig,
+    MegatronTrainConfig,
+    check_recompute,
+    part_layers,
+    stage_layers,
+)
 from roll.configs.files.folders import absence
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
@@ -215,6 +221,7 @@ def _check_splits(role: str, worker: RoleConfig, shape: ModelShape) -> Iterator[
         fitting = either(_splits(shape, trained))
         yield error(f"{role}.{key}", f"{tensor} does not divide the model's {sizes}; use {fitting}")
     if isinstance(worker, MegatronRoleConfig):
+        yield from _check_context(f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config, shape)
         try:
             options = worker.strategy_args.strategy_config
             stage_layers(shape.layers, options)
@@ -251,6 +258,30 @@ def _check_kernel(role: str, worker: RoleConfig, shape: ModelShape) -> Iterator[
         yield warning(f"{path}.attention_backend", f"{options.attention_backend} has no effect: {why}")
     if options.apply_rope_fusion:
         yield error(f"{path}.apply_rope_fusion", f"true needs Transformer Engine, and {why}; leave it out")
+
+
+def _check_context(path: str, options: MegatronConfig, shape: ModelShape) -> Iterator[Finding]:
+    """Attention under context parallelism has no window, and the exchange a2a gives each rank whole heads."""
+    context, heads = options.context_parallel_size, max(1, shape.kv_heads // options.tensor_model_parallel_size)
+    if context == 1:
+        return
+    if shape.local is not None:
+        yield error(
+            f"{path}.context_parallel_size",
+            f"{context} cannot split the layers of a {shape.architecture} with a window of {shape.local.window} "
+            "tokens; use 1",
+        )
+    if options.cp_comm_type in ("p2p", "a2a") and not shape.is_plain:
+        yield error(
+            f"{path}.cp_comm_type",
+            f"{options.cp_comm_type} needs Transformer Engine, and torch's operators compute the layers of a "
+            f"{shape.architecture}; leave it out",
+        )
+    if options.cp_comm_type == "a2a" and heads % context:
+        yield error(
+            f"{path}.cp_comm_type",
+            f"a2a needs context_parallel_size {context} to divide the {heads} key-value heads of a rank; use p2p",
+        )
 
 
 def _splits(shape: ModelShape, trained: bool) -> list[int]:

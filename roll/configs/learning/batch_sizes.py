@@ -8,9 +8,13 @@ from math import gcd, isqrt, lcm
 from roll.base.errors import Finding, error, warning
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import OLD_LOG_PROBS, check_schedule
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import RewardModelRoleConfig
+
+MOST_PADDING = 0.02
+"""Share of padding in the longest sample above which context parallelism is warned of."""
 
 MAX_TRIES = 1_000_000
 """Numbers tried as divisors: all up to the square root of any realistic batch."""
@@ -28,27 +32,45 @@ def _check_token_limits(config: BaseConfig) -> Iterator[Finding]:
     sample = f"one sample of sequence_length {length}"
     for role, trained in config.trained_roles().items():
         path, limit = f"{role}.max_tokens_per_microbatch_in_train", trained.training_token_limit
-        tensor = trained.layout.tensor
+        layout = trained.layout
+        yield from _check_chunks(role, layout, length)
         if isinstance(config, PreferenceConfig):
             rows = 1 if trained.use_sequence_packing else 2  # each padded row is rounded up
             pair = f"a pair of 2 x sequence_length {length} = {2 * length}"
-            yield from _check_holds(path, limit, 2 * length, pair, tensor, rows * tensor)
+            yield from _check_holds(path, limit, 2 * layout.padded(length), pair, layout, rows)
         else:
-            yield from _check_holds(path, limit, length, sample, tensor, tensor)
+            yield from _check_holds(path, limit, length, sample, layout)
     for role, worker in config.device_roles().items():
         if isinstance(worker, MegatronRoleConfig) and OLD_LOG_PROBS.holds(config, worker):
             path, limit = f"{role}.max_tokens_per_microbatch_in_infer", worker.forward_token_limit
-            tensor = worker.layout.tensor
             has_own_tokenizer = isinstance(worker, RewardModelRoleConfig)  # then sequence_length says nothing
             tokens, what = (1, "one token") if has_own_tokenizer else (length, sample)
-            yield from _check_holds(path, limit, tokens, what, tensor, tensor)
+            yield from _check_holds(path, limit, tokens, what, worker.layout)
 
 
-def _check_holds(path: str, limit: int | None, tokens: int, what: str, tensor: int, round_to: int) -> Iterator[Finding]:
+def _check_holds(
+    path: str, limit: int | None, tokens: int, what: str, layout: ParallelLayout, rows: int = 1
+) -> Iterator[Finding]:
+    """A micro-batch holds `tokens` of `what`; each of its rows is rounded up."""
+    round_to = rows * layout.round_to
     least = -(-tokens // round_to) * round_to
     if limit is not None and limit < least:
-        rounded = f", rounded up to {least} for tensor parallel {tensor}" if least > tokens else ""
-        yield error(path, f"{limit} cannot hold {what}{rounded}; use at least that")
+        split = layout.context > 1
+        sizes = f"tensor parallel {layout.tensor}" + (f" x context parallel {layout.context}" if split else "")
+        rounded = f", rounded up to {least} for {sizes}" if least > tokens else ""
+        counts = "; it counts whole sequences over all context ranks" if split else ""
+        yield error(path, f"{limit} cannot hold {what}{rounded}{counts}; use at least that")
+
+
+def _check_chunks(role: str, layout: ParallelLayout, length: int) -> Iterator[Finding]:
+    """Padding to equal chunks costs little: on average half of their number for each sample."""
+    padding = layout.chunks / 2
+    if layout.context > 1 and length and padding > MOST_PADDING * length:
+        yield warning(
+            f"{role}.strategy_args.strategy_config.context_parallel_size",
+            f"{layout.context} pads samples to multiples of {layout.chunks} tokens, which is {padding / length:.0%} of "
+            f"a sample of sequence_length {length}; use a smaller one",
+        )
 
 
 def check_batch(config: BaseConfig) -> Iterator[Finding]:

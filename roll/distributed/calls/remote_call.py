@@ -102,7 +102,7 @@ class ClusterClient(Generic[WorkerT]):
     ) -> RemoteCall[list[ResultT]]:
         """Calls every rank of data index d with `shards[d]`, which is put in the object store once.
 
-        The result is a list by data index, from tensor rank 0 of the last pipeline stage.
+        The result is a list by data index, from tensor and context rank 0 of the last pipeline stage.
 
         Raises:
             ValueError: there is not one shard per data-parallel rank.

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.train.micro_batch import MicroBatch, make_micro_batch
+from roll.models.context_attention import ContextSplit
 from roll.models.families.shape import ModelShape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
 from roll.models.local_spec import PackedSamples
@@ -65,7 +66,7 @@ class ForwardPass:
 
         def scores(hidden: torch.Tensor, micro: MicroBatch, **_: Any) -> Scores:
             found = self._scores(hidden, micro, temperature, False, sum_pi_squared, top_k)
-            return tuple(map(micro.to_columns, found))
+            return tuple(_whole_rows(micro, each) for each in found)
 
         with torch.no_grad():
             rows = self._schedule(batch, micro_batches, scores, forward_only=True)
@@ -98,7 +99,8 @@ class ForwardPass:
         def loss_of(hidden: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             if micro.chosen is not None:
                 self._leave_out_unknown(micro)
-            scored, *entropy = map(micro.to_columns, self._scores(hidden, micro, temperature, entropy_gradient))
+            found = self._scores(hidden, micro, temperature, entropy_gradient)
+            scored, *entropy = (_whole_rows(micro, each) for each in found)
             if micro.chosen is not None:
                 micro.batch[POLICY_TOP_LOG_PROBS] = entropy.pop()
             value, metrics = loss(scored, entropy[0] if entropy else None, micro.batch)
@@ -118,6 +120,7 @@ class ForwardPass:
         """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
         config = self.stages[0].config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = parallel_state.get_context_parallel_rank(), config.context_parallel_size
         interleaved = len(self.stages) > 1
         scheduled = [*micro_batches]
         if interleaved:  # this schedule needs a multiple of the pipeline's size
@@ -125,7 +128,7 @@ class ForwardPass:
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
-                micro = make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared)
+                micro = make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared, context)
                 yield number < len(micro_batches), micro
 
         def step(
@@ -226,6 +229,19 @@ def _scored_rows(hidden: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     return flat.index_select(0, micro.hidden_rows) if micro.expand is None else take_rows(flat, micro.hidden_rows)
 
 
+def _whole_rows(micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
+    """Values [N, ...] of this rank's tokens as [b, T, ...] with those of all context ranks.
+
+    Each context rank computes the same loss from them, and its gradient flows into the tokens of the rank alone.
+    """
+    rows = micro.to_columns(values)
+    if micro.split is None:
+        return rows
+    group = parallel_state.get_context_parallel_group()
+    whole: torch.Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(rows, group=group)
+    return whole
+
+
 def _wait_for_gather(wrapped: torch.nn.Module, weight: torch.Tensor) -> None:
     """With `overlap_param_gather`, waits for a weight that no module's forward pass reads: Megatron's hooks do not."""
     if not isinstance(wrapped, DistributedDataParallel) or not weight.requires_grad:
@@ -239,6 +255,11 @@ def packed_parameters(micro: MicroBatch) -> PackedSamples | None:
     if micro.bounds is None:
         return None
     bounds, longest = micro.bounds, max(micro.lengths)
+    context: dict[str, Any] = {}
+    if micro.whole is not None and micro.split is not None:
+        group = parallel_state.get_context_parallel_group()
+        split = ContextSplit(group, micro.lengths, micro.whole, micro.split)
+        context = {"context": split, "cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds}
     return PackedSamples(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -249,6 +270,7 @@ def packed_parameters(micro: MicroBatch) -> PackedSamples | None:
         positions=micro.positions,
         expand=micro.expand,
         collapse=micro.collapse,
+        **context,
     )
 
 

@@ -187,6 +187,8 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         account_for_loss_in_pipeline_split=several and megatron.account_for_loss_in_pipeline_split,
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
+        context_parallel_size=megatron.context_parallel_size,
+        cp_comm_type=megatron.cp_comm_type if megatron.context_parallel_size > 1 else None,
         sequence_parallel=megatron.sequence_parallel,
         variable_seq_lengths=several,
         moe_token_dispatcher_type="alltoall",

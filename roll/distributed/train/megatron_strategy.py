@@ -191,12 +191,16 @@ class MegatronInferStrategy:
     def _forward_pass(self, wrapped: Sequence[torch.nn.Module]) -> ForwardPass:
         kind = ValuePass if self.worker_config.value_head else ForwardPass
         packed, on_cpu = self.worker_config.use_sequence_packing, self.device.type == "cpu"
-        return kind(wrapped, self.stages, self.model, self.device, packed, shared=on_cpu)
+        return kind(wrapped, self.stages, self.model, self.device, packed, shared=on_cpu and self.layout.context == 1)
 
     def _with_defaults(self, megatron: MegatronConfig) -> MegatronConfig:
         on_gpu = self.device.type == "cuda"
         return with_defaults(
-            megatron, on_gpu, self.layout.data, self._use_transformer_engine(), gradient_kernel_available()
+            megatron,
+            on_gpu,
+            self.layout.data * self.layout.context,
+            self._use_transformer_engine(),
+            gradient_kernel_available(),
         )
 
     def _build_stages(self, folder: Path) -> list[HiddenStateModel]:
@@ -412,6 +416,7 @@ def join_process_group(
     join_all_ranks(platform, rank, layout.world_size, start_timeout_s, collective_timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual,
         distributed_timeout_minutes=math.ceil(collective_timeout_s / 60),

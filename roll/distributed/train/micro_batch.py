@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,10 @@ class MicroBatch:
     With shared prefixes, `input_ids` has each distinct beginning of a sample once, see `_share_prefixes`. Attention
     reads E tokens, whole samples that follow each other, which `bounds` and `lengths` describe: token e of these is
     token `expand`[e] of S, and token s takes the result of place `collapse`[s].
+
+    Under context parallelism it is one rank's part, see `local_part`: `input_ids`, `positions` and the tokens to score
+    are those of the rank, `bounds` and `lengths` those of whole samples. The tokens of whole samples are the rows
+    `whole` of all ranks' tokens in the order of ranks, and these are the rows `split` of those.
     """
 
     batch: TensorDict
@@ -49,6 +53,8 @@ class MicroBatch:
     lengths: Sequence[int] = ()
     expand: torch.Tensor | None = None
     collapse: torch.Tensor | None = None
+    whole: torch.Tensor | None = None
+    split: torch.Tensor | None = None
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Values [N, ...] of the scored tokens as [b, T, ...], 0 elsewhere; keeps the gradient."""
@@ -63,6 +69,7 @@ def make_micro_batch(
     device: torch.device | str = "cpu",
     packed: bool = False,
     shared: bool = False,
+    context: tuple[int, int] = (0, 1),
 ) -> MicroBatch:
     """The micro-batch of samples `indices` of `batch`.
 
@@ -78,6 +85,8 @@ def make_micro_batch(
         packed: samples follow each other without padding, instead of one sample in each row.
         shared: tokens that samples of a packed micro-batch have in common at their beginning are computed once, where
             that saves SHARED_TOKENS of them.
+        context: rank and number of the ranks that samples are split over; samples then follow each other, `packed` or
+            padded to the longest.
 
     Raises:
         ValueError: a sample is empty, or has padding between its tokens.
@@ -104,8 +113,12 @@ def make_micro_batch(
     if shared_prefixes is not None:
         ids, tokens, packing = shared_prefixes
         hidden_rows = tokens[samples, before]
-    elif packed:
-        ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
+    elif packed or context[1] > 1:
+        if context[1] == 1:
+            ids, bounds = _pack(chosen["input_ids"], mask, lengths, multiple)
+        else:
+            each = lengths if packed else lengths.amax().expand_as(lengths)
+            ids, bounds = _pack_chunks(chosen["input_ids"], first, each, multiple, 2 * context[1])
         hidden_rows, packed_lengths = bounds[samples] + before, bounds.diff().tolist()
         positions = torch.cat([torch.arange(length) for length in packed_lengths])
         packing = {"bounds": bounds.int(), "positions": positions, "lengths": packed_lengths}
@@ -113,7 +126,34 @@ def make_micro_batch(
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
         hidden_rows = before * len(rows) + samples
     micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, chosen_ids, **packing)
-    return _to(micro, device)
+    return _to(micro if context[1] == 1 else local_part(micro, *context), device)
+
+
+def local_part(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The part of a micro-batch that one of several context ranks computes.
+
+    Every sample of the micro-batch has 2 * ranks equal chunks. A rank has the chunks `rank` and 2 * ranks - 1 - `rank`
+    of each: with a causal mask their attention costs the same on all ranks. A rank scores the tokens whose predecessor
+    is in its part. Their targets are those of the whole samples.
+    """
+    assert micro.positions is not None
+    lengths = torch.tensor(micro.lengths)
+    chunks = micro.positions // (lengths // (2 * ranks)).repeat_interleave(lengths)
+    owners = torch.minimum(chunks, 2 * ranks - 1 - chunks)
+    split = owners.argsort(stable=True)
+    whole, size = split.argsort(), len(split) // ranks
+    own = split[rank * size : (rank + 1) * size]
+    scored = owners[micro.hidden_rows] == rank
+    by_token = {name: getattr(micro, name) for name in ("targets", "samples", "columns", "kept", "chosen")}
+    return replace(
+        micro,
+        input_ids=micro.input_ids[:, own],
+        positions=micro.positions[own],
+        hidden_rows=whole[micro.hidden_rows[scored]] - rank * size,
+        whole=whole,
+        split=split,
+        **{name: value[scored] for name, value in by_token.items() if value is not None},
+    )
 
 
 def _scored(batch: TensorDict, mask: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -148,6 +188,17 @@ def _pack(
     bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     bounds[-1] += padding
     return F.pad(packed, (0, padding))[None], bounds
+
+
+def _pack_chunks(
+    ids: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, multiple: int, chunks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_pack`, each sample padded to equal chunks, the last one so that each chunk of all is such a `multiple`."""
+    padded = (lengths + chunks - 1) // chunks * chunks
+    padded[-1] += -padded.sum() % (multiple * chunks)
+    widest = int(padded.max())
+    packed = _compact(ids, first, widest, 1)[torch.arange(widest) < padded[:, None]]
+    return packed[None], F.pad(padded.cumsum(0), (1, 0))
 
 
 def _share_prefixes(

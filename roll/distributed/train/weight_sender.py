@@ -116,8 +116,8 @@ class WeightSender:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank's weights are sent; ranks of other data indices hold the same weights."""
-        return self.rank.coordinates.data == 0
+        """Whether this rank's weights are sent; ranks of other data and context indices hold the same weights."""
+        return self.rank.coordinates.data == 0 and self.rank.coordinates.context == 0
 
     @property
     def is_source(self) -> bool:

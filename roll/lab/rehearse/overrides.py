@@ -220,10 +220,11 @@ def _roles(config: BaseConfig, placement: Placement) -> Iterator[Override]:
             yield "kernels and memory of a GPU", options, dict.fromkeys(of_gpu)
             continue
         sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
+        sizes |= {"context_parallel_size": layout.context}
         yield SLOTS, options, sizes
         if value_at(config, f"{options}.sequence_parallel") and layout.tensor == 1:
             yield "there is one tensor-parallel rank", options, {"sequence_parallel": False}
-        yield NO_GPU, options, dict.fromkeys((*CUDA_ONLY, "attention_backend"))
+        yield NO_GPU, options, dict.fromkeys((*CUDA_ONLY, "attention_backend", "cp_comm_type"))
         splits = (*LAYER_SPLITS, "recompute_num_layers")
         yield "the small model has one layer for each stage", options, dict.fromkeys(splits)
         if value_at(config, f"{role}.model_args.attn_implementation") == "fa2":

@@ -90,12 +90,13 @@ def _joined(values: Iterable[Any]) -> str:
 
 def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Part:
     section, layout = getattr(recipe, role), placement.layouts[role]
-    sizes = {"tensor": "tensor parallel", "pipeline": "pipeline parallel", "data": "data parallel"}
+    sizes = {name: f"{name} parallel" for name in ("tensor", "context", "pipeline", "data")}
     if isinstance(section, EngineRoleConfig):
         sizes["data"] = "number of engines"
         shape = f"{format_count(layout.data, 'SGLang engine')}, tensor parallel {layout.tensor}"
     else:
-        shape = f"Megatron TP{layout.tensor} PP{layout.pipeline} DP{layout.data}"
+        context = f" CP{layout.context}" if layout.context > 1 else ""
+        shape = f"Megatron TP{layout.tensor}{context} PP{layout.pipeline} DP{layout.data}"
         if section.strategy_args.strategy_config.sequence_parallel and layout.tensor > 1:
             shape += ", sequence parallel"
     before = {name: getattr(section.layout, name) for name in sizes if getattr(layout, name) == 1}

@@ -16,7 +16,15 @@ MAX_SLOTS = 8
 MAX_ENGINES = 2
 """Two engines show everything that several do: balancing, broadcast, one that is behind."""
 
-LOST = ("", "engines", "data", "engines data", "engines data pipeline", "engines data pipeline tensor")
+LOST = (
+    "",
+    "engines",
+    "data",
+    "engines data",
+    "engines data pipeline",
+    "engines data pipeline tensor",
+    "engines data pipeline tensor context",
+)
 """Sizes that become 1 until the roles fit `MAX_SLOTS`, those that show least first."""
 
 MAX_GROUPS, MAX_GROUP_SIZE = 4, 4
@@ -71,14 +79,15 @@ def _sharing(roles: Mapping[str, RoleConfig]) -> list[list[str]]:
 
 def _least(role: RoleConfig, lost: str) -> ParallelLayout:
     copies = "engines" if isinstance(role, EngineRoleConfig) else "data"
-    sizes = {"tensor": role.layout.tensor, "pipeline": role.layout.pipeline, copies: role.layout.data}
-    tensor, pipeline, data = (1 if name in lost else min(size, 2) for name, size in sizes.items())
-    return ParallelLayout(tensor=tensor, pipeline=pipeline, data=data)
+    layout = role.layout
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, copies: layout.data, "context": layout.context}
+    tensor, pipeline, data, context = (1 if name in lost.split() else min(size, 2) for name, size in sizes.items())
+    return ParallelLayout(tensor=tensor, pipeline=pipeline, data=data, context=context)
 
 
 def _filled(role: RoleConfig, least: ParallelLayout, size: int) -> ParallelLayout:
     if not isinstance(role, EngineRoleConfig):
-        return replace(least, data=size // (least.tensor * least.pipeline))
+        return replace(least, data=size // least.model_size)
     engines = min(MAX_ENGINES, size // least.tensor)
     return ParallelLayout(tensor=size // engines, data=engines)
 

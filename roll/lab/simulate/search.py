@@ -187,7 +187,7 @@ def possible_splits(config: RLConfig, devices: int) -> list[DeviceSplit]:
 
 def _is_valid(config: RLConfig, split: DeviceSplit) -> bool:
     layout = config.actor_train.layout
-    model_parallel = layout.tensor * layout.pipeline
+    model_parallel = layout.model_size
     if split.train_devices % model_parallel or split.infer_devices % config.actor_infer.num_gpus_per_worker:
         return False
     return config.actor_train.samples_per_optimizer_step % (split.train_devices // model_parallel) == 0

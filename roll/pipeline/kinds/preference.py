@@ -66,10 +66,11 @@ def pair_plans(data: Batch, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
 
     `per_device_train_batch_size` counts pairs; a token limit counts the tokens of all rows.
     """
-    rows = torch.tensor(sample_lengths(data)).view(-1, 2)
+    whole = sample_lengths(data)
+    rows = torch.tensor([*map(role.layout.padded, whole)]).view(-1, 2)
     limit, packed = role.training_token_limit, role.use_sequence_packing
     lengths = rows.sum(-1) if packed else 2 * rows.amax(-1)
-    costs = torch.tensor(sample_costs(rows.flatten().tolist(), role), dtype=torch.float64).view(-1, 2)
+    costs = torch.tensor(sample_costs(whole, role), dtype=torch.float64).view(-1, 2)
     plans = plan_optimizer_steps(
         lengths.tolist(),
         role.layout.data,
@@ -77,7 +78,7 @@ def pair_plans(data: Batch, role: TrainedRoleConfig) -> list[OptimizerStepPlan]:
         costs=(costs.sum(-1) if packed else 2 * costs.amax(-1)).tolist(),
         micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
-        round_to=(1 if packed else 2) * role.layout.tensor,
+        round_to=(1 if packed else 2) * role.layout.round_to,
         packed=packed,
     )
     return [

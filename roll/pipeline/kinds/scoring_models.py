@@ -181,6 +181,6 @@ def longest_sequence(role: RewardModelRoleConfig | ScoringEngineConfig) -> int |
     shape = read_model_shape(local_model(role.model_args.model_name_or_path or ""), role.value_head)
     limits = [shape.max_positions if shape is not None else None]
     if role.forward_token_limit is not None:
-        limits.append(role.forward_token_limit // role.layout.tensor * role.layout.tensor)
+        limits.append(role.forward_token_limit // role.layout.round_to * role.layout.round_to)
     known = [limit - 1 for limit in limits if limit]
     return min(known, default=None)

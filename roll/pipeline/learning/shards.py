@@ -60,12 +60,12 @@ async def forward(
     masks = [key for key in (SAMPLING_MASK, SAMPLING_MASK_SIZES) if key in data]
     lengths = sample_lengths(data)
     plan = plan_forward(
-        lengths,
+        [*map(cluster.layout.padded, lengths)],
         cluster.layout.data,
         costs=sample_costs(lengths, config),
         micro_batch_size=config.infer_batch_size if limit is None else None,
         max_tokens=limit,
-        round_to=cluster.layout.tensor,
+        round_to=cluster.layout.round_to,
         packed=config.use_sequence_packing,
         prefixes=shared_prefixes(data, config, cluster.platform),
     )
@@ -88,9 +88,10 @@ def shared_prefixes(data: Batch, role: MegatronRoleConfig, platform: str) -> lis
 
     Returns:
         None where the ranks compute every token of every sample (`MegatronInferStrategy` shares prefixes of packed
-        samples on a CPU), or the batch has no groups.
+        samples on a CPU, not under context parallelism), or the batch has no groups.
     """
-    if platform != "cpu" or not role.use_sequence_packing or "group_ids" not in data:
+    shares = platform == "cpu" and role.use_sequence_packing and role.layout.context == 1
+    if not shares or "group_ids" not in data:
         return None
     ids, mask = data.batch["input_ids"], data.batch["attention_mask"].bool()
     groups: dict[int, list[int]] = {}
@@ -122,13 +123,13 @@ def training_plans(data: Batch, role: TrainedRoleConfig, platform: str) -> list[
     limit = role.training_token_limit
     lengths = sample_lengths(data)
     plans = plan_optimizer_steps(
-        lengths,
+        [*map(role.layout.padded, lengths)],
         role.layout.data,
         samples_per_step=role.samples_per_optimizer_step,
         costs=sample_costs(lengths, role),
         micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
-        round_to=role.layout.tensor,
+        round_to=role.layout.round_to,
         packed=role.use_sequence_packing,
         prefixes=shared_prefixes(data, role, platform),
     )

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from roll.datasets.collate import sampling_masks
@@ -163,3 +165,41 @@ def test_the_tree_of_shared_prefixes_is_padded_without_attention():
     micro = make_micro_batch(samples, [0, 1], multiple=8, packed=True, shared=True)
     assert micro.input_ids.tolist() == [[7, 8, 1, 3, 0, 0, 0, 0]] and micro.lengths == [3, 3]
     assert micro.collapse is not None and micro.collapse.tolist() == [0, 1, 2, 5, 0, 0, 0, 0]
+
+
+def samples_of(lengths, seed=0):
+    """Samples with distinct tokens, padded on the right."""
+    width, total = max(lengths), sum(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    ids[mask] = torch.randperm(total, generator=torch.Generator().manual_seed(seed)) + 1
+    return TensorDict({"input_ids": ids, "attention_mask": mask.long()}, [len(lengths)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 4), st.sampled_from([1, 2]), st.booleans())
+def test_context_ranks_share_the_tokens_of_every_sample_and_score_each_once(lengths, ranks, multiple, packed):
+    """Each rank has two chunks of each sample, the first with the last, and never looks for a target in its part."""
+    given_batch = samples_of(lengths)
+    ids = given_batch["input_ids"]
+    parts = [
+        make_micro_batch(given_batch, range(len(lengths)), multiple, packed=packed, context=(rank, ranks))
+        for rank in range(ranks)
+    ]
+    assert {part.input_ids.shape for part in parts} == {parts[0].input_ids.shape}
+    assert parts[0].input_ids.shape[1] % multiple == 0
+    whole = torch.cat([part.input_ids[0] for part in parts])[parts[0].whole]
+    positions = torch.cat([part.positions for part in parts])[parts[0].whole]
+    samples = zip(whole.split(parts[0].lengths), positions.split(parts[0].lengths), strict=True)
+    for row, (tokens, places) in enumerate(samples):
+        assert places.tolist() == list(range(len(places))) and len(places) % (2 * ranks) == 0
+        assert torch.equal(tokens[: lengths[row]], ids[row, : lengths[row]])
+    scored = [place for part in parts for place in zip(part.samples.tolist(), part.columns.tolist(), strict=True)]
+    assert sorted(scored) == [(row, column) for row, length in enumerate(lengths) for column in range(1, length)]
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.targets, ids[part.samples, part.columns])
+        assert torch.equal(part.input_ids[0, part.hidden_rows], ids[part.samples, part.columns - 1])
+        sizes = torch.tensor([length // (2 * ranks) for length in part.lengths])
+        chunks = part.positions // sizes.repeat_interleave(2 * sizes)
+        assert {*chunks.tolist()} == {rank, 2 * ranks - 1 - rank}
+        assert torch.equal(parts[0].whole[parts[0].split], torch.arange(len(whole)))

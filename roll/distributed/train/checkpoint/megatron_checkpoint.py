@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint of one training role; it can be read at any tensor, pipeline and data layout."""
+"""Megatron's distributed checkpoint of one training role; it can be read at any layout."""
 
 from __future__ import annotations
 
@@ -211,6 +211,8 @@ def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """
     config, buckets = wrapped[0].config, wrapped[0].ddp_config.bucket_size
     more: dict[str, Any] = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
+    if config.context_parallel_size > 1:
+        more |= {"context": config.context_parallel_size}
     if config.params_dtype != torch.float32:
         more |= {"dtype": str(config.params_dtype).removeprefix("torch.")}
     if not wrapped[0].ddp_config.use_distributed_optimizer:
@@ -239,7 +241,9 @@ def _random_state() -> ShardedObject:
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
-    return ShardedObject("random", state, tuple(_sizes().values()), position, replica_id=0)
+    return ShardedObject(
+        "random", state, tuple(_sizes().values()), position, parallel_state.get_context_parallel_rank()
+    )
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
