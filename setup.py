@@ -80,6 +80,7 @@ setup(
             "ruff",
             "types-pyyaml",
         ),
+        "mcp": pinned("dev.txt", "mcp"),
         "reasoning-gym": pinned("dev.txt", "reasoning-gym"),
         "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny", "trackio"),
         "docs": pinned("cpu.txt", "matplotlib"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-OPTIONAL = {"reasoning_gym", "transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow", "trackio"}
-"""Accelerators that are detected, a hub that is asked for, and trackers of the extra `trackers`; never required."""
+OPTIONAL = {"reasoning_gym", "transformer_engine", "apex", "modelscope", "wandb", "swanlab", "mlflow", "trackio", "mcp"}
+"""Accelerators that are detected, a hub that is asked for, trackers, and clients of tools; never required."""
 
 LISTS = ("gpu", "cpu", "gpu-lock")
 

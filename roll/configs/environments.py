@@ -203,7 +203,7 @@ class CustomEnvConfig:
 
     env_type: str = option(
         "frozen_lake",
-        "A name of docs/environments.md, an id of gymnasium's registry, or `module:Class`.",
+        "A name of docs/environments.md, an id of gymnasium or GEM, or `module:Class`.",
         only_for=INSTEAD_OF_ENVIRONMENT,
     )
     env_config: dict[str, Any] = option(factory=dict, help="Options of the environment.", only_for=OF_ENVIRONMENTS)
@@ -303,10 +303,22 @@ GEM_NAMESPACES = ("code", "eval", "game", "logic", "math", "qa", "rg")
 """First parts of the ids of GEM, such as `game:GuessTheNumber-v0`."""
 
 
+def is_gem(env_type: str) -> bool:
+    """Whether an `env_type` is an id of GEM, whose namespace is no module of the user."""
+    module, colon, _ = env_type.partition(":")
+    known = bool(colon) and module in GEM_NAMESPACES
+    return known and (module in sys.stdlib_module_names or find_spec(module) is None)
+
+
+def is_external(env_type: str) -> bool:
+    """Whether an `env_type` is an id of GEM or, with the module that registers it, of gymnasium."""
+    return ":" in env_type and not names_class(env_type)
+
+
 def names_class(env_type: str) -> bool:
     """Whether an `env_type` is `module:Class`, and not an id of another library that has a colon too."""
-    module, colon, name = env_type.partition(":")
-    if module in GEM_NAMESPACES and (module in sys.stdlib_module_names or find_spec(module) is None):
+    _, colon, name = env_type.partition(":")
+    if is_gem(env_type):
         return False
     return (bool(colon) or env_type.endswith(".py")) and not re.fullmatch(r".+-v\d+", name)
 

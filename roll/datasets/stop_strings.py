@@ -37,8 +37,12 @@ def tokens_until_stop(ids: Sequence[int], stops: Sequence[str], decode: Callable
     return bisect_left(range(len(ids)), True, key=stopped)
 
 
-def text_until_stop(text: str, stops: Sequence[str], keep: bool = True) -> str:
-    """The text up to the stop string that ends first, with it unless `keep` is false; all of it if it has none."""
-    found = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+def text_until_stop(text: str, stops: Sequence[str], keep: bool = True, after: int = 0) -> str:
+    """The text up to the stop string that ends first, with it unless `keep` is false; all of it if it has none.
+
+    Only what ends behind the first `after` characters counts.
+    """
+    starts = {stop: text.find(stop, max(0, after - len(stop) + 1)) for stop in stops}
+    found = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
     end, start = min(found, default=(len(text), len(text)))
     return text[: end if keep else start]

@@ -49,12 +49,16 @@ def response_text(
     """The text of a response as the model wrote it, without the special tokens that end it.
 
     These are `stop_token_ids`, the tokenizer's eos and pad token, and the eos tokens in generation_config.json of its
-    folder. Other special tokens, such as tags, stay, and so does a stop token that is none. The text ends with the
-    first of `stop_strings`, also where its last token goes on.
+    folder. Other special tokens, such as tags, stay, and so does a stop token that is none. What the last token has
+    after one of `stop_strings` is left out as well.
     """
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids, *_ends_of_model(tokenizer.name_or_path)}
     hidden = {each for each in ends.intersection(ids) if not tokenizer.decode([each], skip_special_tokens=True)}
-    return text_until_stop(str(tokenizer.decode([each for each in ids if each not in hidden])), stop_strings)
+    text, *before = (
+        str(tokenizer.decode([each for each in part if each not in hidden]))
+        for part in ([ids, ids[:-1]] if stop_strings else [ids])
+    )
+    return text_until_stop(text, stop_strings, after=len(before[0].rstrip("\ufffd"))) if before else text
 
 
 @cache

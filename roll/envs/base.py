@@ -8,24 +8,27 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import gymnasium
 from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Text
 
-from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Converter, declared, option
-from roll.base.text import nearest
+from roll.base.errors import Problem
+from roll.base.schema import option
 from roll.configs.scoring.rewards import LARGEST_REWARD, is_trainable
 from roll.configs.user_code import definition_of
-from roll.loading.suggestions import unknown
+from roll.envs.options import read_config
+from roll.envs.tools.toolbox import Toolbox, ToolResults
 
 Aggregation = Literal["mean", "sum", "last"]
 """How the values of a metric over an episode are combined: mean or sum over its actions, or that of the last action."""
 
 RESERVED_METRICS = ("score", "num_actions")
 """Metrics that a run reports for every episode; an environment cannot use these names."""
+
+TOOL_METRICS: Mapping[str, Aggregation] = {"tool_calls": "sum", "tool_errors": "sum"}
+"""Metrics of every environment with tools, in all of its turns."""
 
 SAMPLE_LENGTH = 64
 """Longest text that `FreeText` samples; membership has no limit."""
@@ -37,6 +40,9 @@ class EnvConfig:
 
     max_steps: int = option(20, "Actions after which an episode that has not ended is truncated.", ge=1)
     env_instruction: str | None = option(None, "Text that replaces the built-in rules; null uses the built-in rules.")
+    tools: dict[str, Any] = option(
+        factory=dict, help="Tools that the model may call: python, search, and MCP servers by name under mcp."
+    )
 
     def check(self) -> Iterable[Problem]:
         """Problems between options whose values are each valid; the path of a problem is the name of an option."""
@@ -52,12 +58,14 @@ class Turn:
         reward: of this action alone; finite. It and the sum over an episode are at most LARGEST_REWARD in size.
         terminated: the episode ended by its rules. Truncation after `max_steps` is not decided here.
         metrics: a value for each name in the environment's METRICS.
+        truncated: the episode ended by another limit of its own.
     """
 
     observation: str
     reward: float
     terminated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
 
 
 class TextEnv(gymnasium.Env[str, str]):
@@ -89,6 +97,8 @@ class TextEnv(gymnasium.Env[str, str]):
         self.config = read_config(self.config_class, env_config)
         self.observation_space = FreeText()
         self.action_space = FreeText()
+        tools = self.config.tools if has_tools(self.config_class) else {}
+        self._tools = Toolbox(tools) if tools else None
         self.steps = 0
         self._episode_reward_sum = 0.0
         self._running = False
@@ -107,7 +117,13 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @property
     def instruction(self) -> str:
-        return self.rules() if self.config.env_instruction is None else self.config.env_instruction
+        rules = self.rules() if self.config.env_instruction is None else self.config.env_instruction
+        return f"{rules}\n\n{self._tools.instruction}" if self._tools else rules
+
+    @property
+    def metric_rules(self) -> Mapping[str, Aggregation]:
+        """METRICS, and those of tools if there are any."""
+        return {**TOOL_METRICS, **self.METRICS} if self._tools else self.METRICS
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts an episode.
@@ -130,7 +146,8 @@ class TextEnv(gymnasium.Env[str, str]):
 
         Returns:
             Observation, reward, terminated, truncated (the episode reached `max_steps` without terminating), and an
-            info whose "metrics" has a value for each name in METRICS.
+            info whose "metrics" has a value for each name in METRICS; after tool calls, which never reach `act`, those
+            of tools only.
 
         Raises:
             ResetNeeded: no episode has started, or the last one has ended.
@@ -141,11 +158,25 @@ class TextEnv(gymnasium.Env[str, str]):
         if not isinstance(action, str):
             raise TypeError(f"{type(self).__name__}.step: the action is {type(action).__name__}, not text")
         self.steps += 1
-        turn = self._checked(self.act(action))
+        results = self._tools.answer(action) if self._tools else None
+        turn = self._checked(self.act(action)) if results is None else Turn(results.text, 0.0)
         self._episode_reward_sum += float(turn.reward)
-        truncated = not turn.terminated and self.steps >= self.config.max_steps
+        truncated = not turn.terminated and (turn.truncated or self.steps >= self.config.max_steps)
         self._running = not (turn.terminated or truncated)
-        return turn.observation, float(turn.reward), bool(turn.terminated), truncated, {"metrics": dict(turn.metrics)}
+        metrics = {**self._tool_metrics(results), **turn.metrics}
+        return turn.observation, float(turn.reward), bool(turn.terminated), truncated, {"metrics": metrics}
+
+    def close(self) -> None:
+        """Ends what the tools have started."""
+        if self._tools:
+            self._tools.close()
+        super().close()
+
+    def _tool_metrics(self, results: ToolResults | None) -> dict[str, float]:
+        if not self._tools:
+            return {}
+        calls, errors = (results.calls, results.errors) if results else (0, 0)
+        return {"tool_calls": float(calls), "tool_errors": float(errors)}
 
     def _checked(self, turn: Turn) -> Turn:
         """Raises if `act` broke its contract, because the policy would otherwise be trained on the result."""
@@ -173,6 +204,11 @@ class TextEnv(gymnasium.Env[str, str]):
     def _blamed(self, problem: str) -> str:
         """The problem after the file and line of the method that caused it, which is no longer on the stack."""
         return f"{definition_of(type(self).act)}: {type(self).__name__}.act: {problem}"
+
+
+def has_tools(config_class: type[EnvConfig]) -> bool:
+    """Whether `tools` of an environment are those of `EnvConfig`, and not an option of its own with this name."""
+    return config_class.__dataclass_fields__["tools"] is EnvConfig.__dataclass_fields__["tools"]
 
 
 class FreeText(Text):
@@ -207,12 +243,16 @@ def metrics_problem(rules: Any) -> str | None:
 def episode_metrics(rules: Mapping[str, Aggregation], steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of an episode, in the order of `rules`, from the info["metrics"] of each of its steps.
 
+    A step with tool calls has no values of other metrics; where no step has any, see `metrics_without_action`.
+
     Raises:
         ValueError: there is no step; see `metrics_without_action`.
     """
     if not steps:
         raise ValueError("episode_metrics: an episode without an action has no metrics")
-    return {name: _aggregated(rule, [step[name] for step in steps]) for name, rule in rules.items()}
+    values = {name: [step[name] for step in steps if name in step] for name in rules}
+    found = {name: _aggregated(rule, values[name]) for name, rule in rules.items() if values[name]}
+    return found | metrics_without_action({name: rule for name, rule in rules.items() if not values[name]})
 
 
 def metrics_without_action(rules: Mapping[str, Aggregation]) -> dict[str, float]:
@@ -227,44 +267,3 @@ def _aggregated(rule: Aggregation, values: list[float]) -> float:
     if rule == "last":
         return values[-1]
     return sum(values) / (len(values) if rule == "mean" else 1)
-
-
-class Checkable(Protocol):
-    """A dataclass of options with a check between them."""
-
-    def check(self) -> Iterable[Problem]:
-        """See `EnvConfig.check`."""
-
-
-Options = TypeVar("Options", bound=Checkable)
-
-
-def read_config(config_class: type[Options], env_config: Mapping[str, Any], path: str = "") -> Options:
-    """Options of an environment: the values of `env_config`, and defaults for the rest.
-
-    Errors name `path`, that of the section in the file. Every field of `config_class` has a default.
-
-    Raises:
-        ConfigError: lists every unknown option, wrong type and value out of bounds with its path; if there are none,
-            the problems between options.
-    """
-    converter = Converter(_unknown_option)
-    config = converter.overlay(env_config, config_class(), path)
-    problems = converter.problems
-    if not problems:
-        prefix = f"{path}." if path else ""
-        problems = [Problem(prefix + problem.path, problem.message) for problem in config.check()]
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def choices(name: str, known: Iterable[str]) -> str:
-    """Text for an error about a name that is not in `known`: the nearest name, and all of them."""
-    names = list(known)
-    like = nearest(name, names)
-    return f"{f'did you mean {like}? ' if like else ''}known: {', '.join(names)}"
-
-
-def _unknown_option(path: str, section: type, value: Any) -> list[Problem]:
-    return [unknown(path, choices(path.rpartition(".")[2], declared(section)))]

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gymnasium
 
 from roll.base.errors import ConfigError, Finding, Problem, error, missing
 from roll.base.text import nearest
+from roll.configs.environments import is_external, is_gem, names_class
 from roll.configs.user_code import UserCodeError, definition_of, failure_text, import_named
-from roll.envs.base import EnvConfig, TextEnv, choices, metrics_problem, read_config
+from roll.envs.base import EnvConfig, TextEnv, has_tools, metrics_problem
+from roll.envs.external import (
+    ExternalEnv,
+    GemEnv,
+    GymnasiumEnv,
+    NotTextError,
+    package_to_install,
+    with_constructor_options,
+)
+from roll.envs.options import choices, read_config
+from roll.envs.tools.toolbox import Toolbox
 
 
 class BuiltInEnv(NamedTuple):
@@ -54,7 +65,7 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     """Makes an environment. The first two arguments are plain data, so any process can make the same one.
 
     Args:
-        env_type: a name in BUILT_IN_ENVS, an id in gymnasium's registry, or `module:Class`, of a `TextEnv`.
+        env_type: a name in BUILT_IN_ENVS, an id of gymnasium or GEM, or `module:Class`, of a `TextEnv`.
         env_config: its options.
         path: path of the entry in the file, for errors, such as `custom_envs.Lake`.
 
@@ -65,13 +76,20 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     cls, registered = _resolve(env_type, f"{prefix}env_type")
     given = {} if env_config is None else env_config
     options = {**registered, **given} if isinstance(given, Mapping) else given
-    read_config(cls.config_class, options, f"{prefix}env_config")
+    if issubclass(cls, ExternalEnv) and isinstance(options, Mapping):
+        options = with_constructor_options(options)
+    config = read_config(cls.config_class, options, f"{prefix}env_config")
+    if has_tools(cls.config_class):
+        Toolbox(config.tools, f"{prefix}env_config.tools")
     try:
         env = cls(**options)
     except ConfigError:
         raise
+    except NotTextError as error:
+        raise ConfigError([Problem(f"{prefix}env_type", str(error))]) from error
     except Exception as error:
-        raise ConfigError([Problem(f"{prefix}env_type", failure_text(error, cls))]) from error
+        text = failure_text(error, None if issubclass(cls, ExternalEnv) else cls)
+        raise ConfigError([Problem(f"{prefix}env_type", text)]) from error
     if not hasattr(env, "config"):
         text = f"{definition_of(cls.__init__)}: __init__ has to call super().__init__(**options)"
         raise ConfigError([Problem(f"{prefix}env_type", text)])
@@ -86,7 +104,12 @@ def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Ite
     """Makes the environment of an entry of `custom_envs`, which is cheap for a built-in one, and yields its errors.
 
     A name that is not similar to a known one is taken for an environment of another project, which a plan does without.
+    An installed environment of another package is tried later, in a process of its own, as a class of the user is.
     """
+    if is_external(env_type):
+        if (problem := package_to_install(env_type)) is not None:
+            yield missing(f"{path}.env_type", problem)
+        return
     misspelled = nearest(env_type, BUILT_IN_ENVS) and env_type not in SIMILAR_NAMES
     if not is_known(env_type) and not misspelled:
         yield missing(
@@ -109,18 +132,28 @@ def _resolve(env_type: str, path: str) -> tuple[type[TextEnv], dict[str, Any]]:
         )
     spec = gymnasium.registry.get(BUILT_IN_ENVS[env_type].id if env_type in BUILT_IN_ENVS else env_type)
     if spec is not None:
-        found = spec.entry_point if callable(spec.entry_point) else _imported(str(spec.entry_point), path)
-        return _text_env(found, env_type, path), dict(spec.kwargs)
-    if ":" in env_type:
+        found = spec.entry_point if callable(spec.entry_point) else _imported(str(spec.entry_point), path, callable)
+        if isinstance(found, type) and issubclass(found, TextEnv):
+            return _text_env(found, env_type, path), dict(spec.kwargs)
+        return GymnasiumEnv, {"id": env_type}
+    if is_external(env_type):
+        if (problem := package_to_install(env_type)) is not None:
+            raise ConfigError([Problem(path, problem)])
+        return GemEnv if is_gem(env_type) else GymnasiumEnv, {"id": env_type}
+    if names_class(env_type):
         return _text_env(_imported(env_type, path), env_type, path), {}
     ids = [id for id in gymnasium.registry if id.startswith("roll/")]
     known = choices(env_type, [*BUILT_IN_ENVS, *ids])
     raise ConfigError([Problem(path, f"{env_type!r} is not an environment; {known}, or write module:Class")])
 
 
-def _imported(entry_point: str, path: str) -> Any:
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type)
+
+
+def _imported(entry_point: str, path: str, fits: Callable[[Any], bool] = _is_class) -> Any:
     try:
-        return import_named(entry_point, lambda value: isinstance(value, type))[1]
+        return import_named(entry_point, fits)[1]
     except UserCodeError as error:
         raise ConfigError([Problem(path, str(error))]) from error
 

@@ -17,7 +17,7 @@ from typing import Any
 from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
-from roll.configs.environments import names_class
+from roll.configs.environments import is_external, names_class
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.scoring.built_in_rewards import built_in_of, is_comparison, scoring_role
 from roll.configs.scoring.rewards import RewardConfig, no_reward, rewards_of, truths_read
@@ -28,6 +28,7 @@ from roll.datasets.prompts import Prompt, read_prompt, repeated_ids
 from roll.datasets.records import DatasetError, Record, read_first
 from roll.datasets.sft import read_prompt_response
 from roll.datasets.templates import template_problem
+from roll.envs.external import package_to_install
 from roll.envs.registry import BUILT_IN_ENVS, make_env
 from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
@@ -97,8 +98,13 @@ def check_environments(config: AgenticConfig, played: dict[str, Played] | None =
     if played is not None:
         built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN_ENVS}
         played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}
-    own = [trial for trial in trials if names_class(trial.env_type)]
+    own = [trial for trial in trials if names_class(trial.env_type) or _is_installed(trial.env_type)]
     return try_environments(own, config.env_step_timeout_s, played) if own else []
+
+
+def _is_installed(env_type: str) -> bool:
+    """Whether it is an environment of another package, and that is here."""
+    return is_external(env_type) and package_to_install(env_type) is None
 
 
 def _play_built_in(trial: EnvTrial) -> Played | str:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import SelfTest, without_reasoning
 from roll.sandbox.assertions import free_names
-from roll.sandbox.client import Job, Limits, Sandbox
+from roll.sandbox.client import Job, Limits, idle_sandbox
 from roll.sandbox.values import NotPlain, decode, encode
 
 FENCE = re.compile(r"([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+[{.]*+([\w.+-]*+)([^`]*+)$")
@@ -111,26 +111,12 @@ async def code_reward(
         config.memory_limit_mb * 2**20,
         config.output_limit_kb * 2**10,
     )
-    async with _sandbox() as sandbox:
+    async with idle_sandbox() as sandbox:
         results = await sandbox.run(tests.job(program, stop=strict), limits)
     passed, total = _counted(tests, results)
     share = passed / total
     score = config.share_score(float(passed == total) if strict else share)
     return {"score": score, "passed": share, "has_code": 1.0}
-
-
-_idle: list[Sandbox] = []
-"""Servers that no call uses; there are as many as calls at a time."""
-
-
-@asynccontextmanager
-async def _sandbox() -> Any:
-    """A server for one call; one that failed starts again."""
-    sandbox = _idle.pop() if _idle else Sandbox()
-    try:
-        yield sandbox
-    finally:
-        _idle.append(sandbox)
 
 
 def program_in(response: str, config: RewardConfig, tests: Tests | None = None) -> str | None:

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -182,6 +184,20 @@ class Sandbox:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = ""
+
+
+_idle: list[Sandbox] = []
+"""Servers that no call uses; there are as many as calls at a time."""
+
+
+@asynccontextmanager
+async def idle_sandbox() -> AsyncIterator[Sandbox]:
+    """A server for one call; one that failed starts again."""
+    sandbox = _idle.pop() if _idle else Sandbox()
+    try:
+        yield sandbox
+    finally:
+        _idle.append(sandbox)
 
 
 def _command(isolation: Isolation, folder: str) -> list[str]:

@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class ResetResult:
-    """Result of a reset; `metric_rules` is `TextEnv.METRICS`: how values of a metric are aggregated over an episode."""
+    """Result of a reset; `metric_rules` is that of `TextEnv`: how values of a metric are aggregated over an episode."""
 
     instruction: str
     observation: str
@@ -65,7 +65,7 @@ class EnvServer:
         with self._removed_if_it_raises(key):
             env = self._envs[key] = make_env(env_type, env_config)
             observation = _text(env.reset(seed=seed)[0], "observation")
-            reset = ResetResult(_text(env.instruction, "instruction"), observation, dict(env.METRICS))
+            reset = ResetResult(_text(env.instruction, "instruction"), observation, dict(env.metric_rules))
             return reset, [_step(env, text) for text in actions]
 
     def step(self, key: int, text: str) -> StepResult:

@@ -23,19 +23,25 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
+def block(language: str, *parts: str) -> str:
+    """The block with these texts."""
+    (found,) = (each for each in blocks(language) if all(part in each for part in parts))
+    return found
+
+
 @pytest.fixture
 def guess(tmp_path, monkeypatch):
     """The environment of the example, made from its file and its YAML."""
-    (code,) = blocks("python")
+    code = block("python", "class Guess(")
     (tmp_path / "guess_env.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("guess_env", None)  # a reader may have one of this name
-    yield make_env(**yaml.safe_load(blocks("yaml")[1]))
+    yield make_env(**yaml.safe_load(block("yaml", "env_type: guess_env:Guess\nenv_config")))
     sys.modules.pop("guess_env", None)
 
 
 def test_the_example_is_one_short_file():
-    (code,) = blocks("python")
+    code = block("python", "class Guess(")
     assert len(code.splitlines()) < 40
 
 
@@ -57,9 +63,12 @@ def test_the_first_entry_of_the_page_is_valid():
 
 def test_the_complete_file_is_accepted_without_remarks(tmp_path):
     file = tmp_path / "guess.yaml"
-    file.write_text(blocks("yaml")[-1], encoding="utf-8")
+    file.write_text(block("yaml", "pipeline: agentic", "guess_env"), encoding="utf-8")
     config = load_config(file)
-    assert config.custom_envs["Guess"].env_type == yaml.safe_load(blocks("yaml")[1])["env_type"]
+    assert (
+        config.custom_envs["Guess"].env_type
+        == yaml.safe_load(block("yaml", "env_type: guess_env:Guess\nenv_config"))["env_type"]
+    )
     assert check(config).errors == check(config).warnings == []
 
 
@@ -70,3 +79,44 @@ def test_the_tables_name_every_environment_option_and_metric():
     ids = {built_in.id for built_in in BUILT_IN_ENVS.values()}
     missing = {name for name in {*BUILT_IN_ENVS, *ids, *options, *metrics} if f"`{name}`" not in PAGE}
     assert not missing
+
+
+def test_an_environment_of_gem_is_made_from_its_entry():
+    assert "between 1 and 30" in make_env(**yaml.safe_load(block("yaml", "game:"))).reset(seed=1)[0]
+
+
+def test_the_entries_with_tools_are_valid(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    env = make_env(**yaml.safe_load(block("yaml", "python: {timeout_s")))
+    env.reset(seed=1)
+    called = '<tool_call>{"name": "search", "arguments": {"query": "agents trajectories"}}</tool_call>'
+    assert "[2] " in env.step(called)[0]
+    make_env(**yaml.safe_load(block("yaml", "clock_server.py")))
+
+
+@pytest.fixture
+def questions(tmp_path, monkeypatch):
+    """The folder of the example with a search tool, with its configuration."""
+    (tmp_path / "questions_env.py").write_text(block("python", "class Questions("), encoding="utf-8")
+    (tmp_path / "questions.jsonl").write_text('{"question": "Who pulls the sea?", "answer": "Moon"}\n')
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "tide.md").write_text("The moon pulls the sea.")
+    (tmp_path / "questions.yaml").write_text(block("yaml", "questions_env"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path / "questions.yaml"
+    sys.modules.pop("questions_env", None)
+
+
+@pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce"])
+def test_the_file_with_a_search_tool_is_accepted_and_played(questions, estimator):
+    overrides = [f"adv_estimator={estimator}", *(["sample_by=step"] if estimator == "step_reinforce" else [])]
+    config = load_config(questions, overrides)
+    assert check(config).errors == check(config).warnings == []
+    assert (config.adv_estimator, config.async_generation_ratio, config.eval_steps) == (estimator, 1, 20)
+    entry = config.custom_envs["Questions"]
+    env = make_env(entry.env_type, entry.env_config)
+    assert env.reset(seed=1)[0] == "Who pulls the sea?"
+    found = env.step('<tool_call>{"name": "search", "arguments": {"query": "pulls the sea"}}</tool_call>')
+    assert "[1] The moon pulls the sea." in found[0] and not found[2]
+    assert env.step("<answer>moon</answer>")[1:3] == (1.0, True)

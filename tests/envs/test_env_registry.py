@@ -62,7 +62,7 @@ def test_an_unknown_environment_is_an_error_with_the_nearest_name(env_type, expe
     [
         (
             {"sise": 3},
-            "env_config.sise: unknown key; did you mean size? known: max_steps, env_instruction, action_pattern",
+            "env_config.sise: unknown key; did you mean size? known: max_steps, env_instruction, tools, action_pattern",
         ),
         ({"size": 1}, "env_config.size: 1 is too small; the least allowed is 2"),
         ({"p": "often"}, "env_config.p: 'often' is not a number"),

@@ -12,6 +12,7 @@ import signal
 import statistics
 from collections import Counter
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 STEPS = 4
 GROUP, GROUPS = 4, 4
 LENGTH = 120
+
+STOPS = [f"{first}{second}" for first in ascii_lowercase for second in ascii_lowercase[::2]]
+"""Stop strings of two tokens, so many that an untrained model writes one now and then."""
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,13 @@ def check_ages(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert spans, "no trajectory continued across a weight update, so nothing was tested"
 
 
+def check_stops(rows: list[dict[str, Any]]) -> None:
+    """An answer ends with the first stop string, and some do."""
+    texts = [turn["text"] for row in rows for turn in row["episode"]["turns"]]
+    ended = [text for text in texts if text.endswith(tuple(STOPS))]
+    assert ended and not any(stop in text[:-1] for text in texts for stop in STOPS)
+
+
 def check_critic(steps: list[dict[str, Any]]) -> None:
     """The critic begins at 0 and learns."""
     assert steps[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
@@ -144,7 +155,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         deterministic=False,
         async_generation_ratio=1,
         in_flight_policy="abort_resume",
-        actor_infer__generating_args={"top_p": 0.9, "top_k": 20},
+        actor_infer__generating_args={"top_p": 0.9, "top_k": 20, "stop_strings": STOPS},
         old_log_probs_source="recompute",
         actor_train__pg_variant="tis",
         train_env_manager={"group_size": GROUP, "group_size_redundancy": 1, "num_env_groups": GROUPS},
@@ -166,6 +177,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
     log_probs = [each for row in rows for each in row["behavior_log_probs"]]
     assert statistics.fmean(log_probs) > -math.log(20), "log-probs are not over the 20 tokens of top_k"
     check_maps(rows, size=3)
+    check_stops(rows)
     check_ages(tmp_path / "samples", steps)
     groups = Counter((row["episode"]["seed"]) for row in rows)
     assert set(groups.values()) == {GROUP}, "a group was learned from in parts, or an environment twice"

@@ -54,6 +54,12 @@ def test_a_folder_without_a_generation_config_has_the_ends_of_its_tokenizer(tmp_
 
 
 def test_the_text_ends_with_the_first_stop_string(tmp_path):
-    ids = [THINK, SUM, THOUGHT, EOS]
-    assert response_text(tokenizer(tmp_path), ids, ("12+",)) == "<think> 12+"
-    assert response_text(tokenizer(tmp_path), ids, ("never",)) == "<think> 12+2 </think>"
+    ids = [THINK, SUM, THOUGHT, SUM]
+    assert response_text(tokenizer(tmp_path), ids, ("12+",)) == "<think> 12+2 </think> 12+"
+    assert response_text(tokenizer(tmp_path), ids, ("never",)) == "<think> 12+2 </think> 12+2"
+
+
+def test_what_a_hidden_token_separates_is_no_stop_string(tmp_path):
+    """The engine searches the text with all tokens, so the response went on."""
+    ids = [THINK, PAD, SUM, RESULT, ANSWERED]
+    assert response_text(tokenizer(tmp_path), ids, ("> 12",)) == "<think> 12+2 14 </answer>"

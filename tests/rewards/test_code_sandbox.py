@@ -17,6 +17,7 @@ from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards import code_sandbox
 from roll.rewards.calling import RewardRequest
 from roll.rewards.code_sandbox import code_reward, program_in, read_tests, same_output
+from roll.sandbox import client
 from roll.usercode.reward_pool import RewardPool
 
 CONFIG = RewardConfig(function=BUILT_IN["code_sandbox"].function, timeout_s=30, max_concurrent_calls=1)
@@ -27,8 +28,8 @@ ADD = "def add(a, b):\n    return a + b"
 @pytest.fixture(autouse=True)
 def no_server_left_behind() -> Iterator[None]:
     yield
-    while code_sandbox._idle:
-        code_sandbox._idle.pop().close()
+    while client._idle:
+        client._idle.pop().close()
 
 
 def block(code: str, language: str = "python") -> str:
