@@ -141,10 +141,8 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
     "training by transformers": _trained_by("hf_train"),
     "images": (*_models(VISION), _of_roles("data_args.template", VISION), _classes("env_manager_cls", "VL*")),
     "diffusion models": (_of_roles("model_args.model_type", _is("diffusion*")),),
-    "mixtures of experts": (
-        _of_roles(f"{OPTIONS}.expert_model_parallel_size", _above_one),
-        *_models(_named(r"\d+B-?A\d+(\.\d+)?B|mixtral|deepseek-v[23]|moe")),
-    ),
+    "multi-head latent attention": _models(_named(r"deepseek-v[23]|moonlight|kimi-k2")),
+    "experts with biases": _models(_named(r"gpt-oss")),
     "linear attention": _models(_named(r"qwen3\.5|qwen3-?next|qwen3-coder-next")),
     "LoRA": (
         _of_roles("model_args.adapter_name_or_path"),

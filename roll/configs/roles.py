@@ -184,6 +184,8 @@ class MegatronRoleConfig(RoleConfig):
             tensor=megatron.tensor_model_parallel_size,
             context=megatron.context_parallel_size,
             pipeline=megatron.pipeline_model_parallel_size,
+            expert=megatron.expert_model_parallel_size,
+            expert_tensor=megatron.expert_tensor_parallel_size,
         )
         return replace(model, data=max(1, len(self.device_mapping) // model.model_size))
 

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from roll.models.families.hf_config import UnsupportedModel
+from roll.models.families.mixture import ExpertPlace
 from roll.models.families.shape import ModelShape
 from roll.models.families.weights import VALUE_HEAD, WeightRule, stage_rules
 from roll.models.weight_files import open_weights, tensor_files
+
+ALL = ExpertPlace()
 
 
 class HFTensors:
@@ -45,7 +48,9 @@ class HFTensors:
 
 
 @torch.no_grad()
-def import_hf(model: torch.nn.Module, folder: str | Path, config: ModelShape, rank: int, ranks: int) -> None:
+def import_hf(
+    model: torch.nn.Module, folder: str | Path, config: ModelShape, rank: int, ranks: int, experts: ExpertPlace = ALL
+) -> None:
     """Sets every parameter of this stage from `folder`, cast to the parameter's dtype, with zeros in padding rows.
 
     A value head is 0 where the folder is that of a language model; its bias also where it has none. A folder's bias
@@ -57,18 +62,20 @@ def import_hf(model: torch.nn.Module, folder: str | Path, config: ModelShape, ra
         config: shape of the model.
         rank: this rank's index among the tensor-parallel ranks.
         ranks: number of tensor-parallel ranks.
+        experts: those of this rank.
 
     Raises:
         UnsupportedModel: a tensor is missing, has another shape or a value that is not finite.
     """
     tensors = HFTensors(folder)
     parameters = dict(model.named_parameters())
-    for rule in rules_of(model, config):
+    for rule in rules_of(model, config, experts):
         parameter = parameters.pop(rule.megatron)
         if rule in VALUE_HEAD and rule.hf[0] not in tensors and _starts_at_zero(rule, config):
             parameter.zero_()
             continue
-        shard = rule.layout.shard([tensors.slice_of(name) for name in rule.hf], config, rank, ranks)
+        place = (experts.tensor_rank, experts.tensor_ranks) if rule.is_expert else (rank, ranks)
+        shard = rule.layout.shard([tensors.slice_of(name) for name in rule.hf], config, *place)
         _fill(parameter, shard, rule, tensors.folder)
     if parameters:
         name = config.family.name
@@ -80,10 +87,12 @@ def _starts_at_zero(rule: WeightRule, config: ModelShape) -> bool:
     return config.architecture not in config.family.value_architectures or rule.megatron.endswith("bias")
 
 
-def rules_of(model: Any, config: ModelShape) -> list[WeightRule]:
+def rules_of(model: Any, config: ModelShape, experts: ExpertPlace) -> list[WeightRule]:
+    """The rules of a stage's parameters on a rank that has these experts."""
     layers = model.decoder.layers
     first_layer = layers[0].layer_number - 1
-    return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process)
+    held, grouped = experts.numbers(config.experts), model.config.moe_grouped_gemm
+    return stage_rules(config, first_layer, len(layers), model.pre_process, model.post_process, held, grouped)
 
 
 def _fill(parameter: torch.Tensor, shard: torch.Tensor, rule: WeightRule, folder: Path) -> None:

@@ -263,8 +263,10 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return GeGLU if self.traits.gelu else SwiGLU
 
 
-def local_layer_spec(qk_norm: bool, rotary: Sequence[LayerRotary], traits: LayerTraits) -> ModuleSpec:
-    """Spec of a dense decoder layer with these modules."""
+def local_layer_spec(
+    experts: int | None, qk_norm: bool, rotary: Sequence[LayerRotary], traits: LayerTraits
+) -> ModuleSpec:
+    """Spec of a decoder layer with these modules: dense, or with `experts`, computed one after the other."""
     backend = TorchSpecProvider(rotary, traits)
     head_norm = backend.layer_norm(for_qk=True) if qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -281,8 +283,8 @@ def local_layer_spec(qk_norm: bool, rotary: Sequence[LayerRotary], traits: Layer
                 module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
+            pre_mlp_layernorm=IdentityOp if experts is None else backend.layer_norm(),
+            mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=experts, use_te_activation_func=True),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -32,7 +32,7 @@ def write_tiny_model(folder: str | Path, family: str, seed: int = 0, dtype: str 
 
     known = family_named(family)
     model_class = named_object(known.transformers_class or f"transformers:{known.architecture}")
-    defaults = {"tie_word_embeddings": False, "pad_token_id": None}
+    defaults = {"tie_word_embeddings": False, "pad_token_id": None} | dict(known.rehearsal.shape)
     config = model_class.config_class(**TINY_SHAPE | defaults | overrides)
     if "eos_token_id" not in overrides and not isinstance(config.eos_token_id, int | None):
         config.eos_token_id = None

@@ -94,13 +94,14 @@ def _training_stage(
 ) -> MemoryPlan:
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size, critic = DTYPE_BYTES[worker.model_args.dtype], worker.value_head
-    count = shape.stage_parameters(stage, stage_layers(shape.layers, megatron), layout.tensor)
+    dense, experts = _stage_parameters(worker, shape, stage)
+    count = dense + experts
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
-    trained = count - _frozen(worker, shape, stage)
-    optimizer, host = _optimizer(worker, trained, gradient)
+    trained = dense - _frozen(worker, shape, stage)
+    optimizer, host = _optimizer(worker, trained, experts, gradient)
     states = [
-        MemoryLine("weights", count * size, f"{count:,} parameters x {size} B"),
-        MemoryLine("gradients", trained * gradient, f"{trained:,} parameters x {gradient} B"),
+        _weights(count, experts, size, shape, layout.expert),
+        MemoryLine("gradients", (trained + experts) * gradient, f"{trained + experts:,} parameters x {gradient} B"),
         optimizer,
     ]
     last = stage == layout.pipeline - 1
@@ -130,15 +131,32 @@ def _frozen(worker: TrainedRoleConfig, shape: ModelShape, stage: int) -> int:
     return 0
 
 
-def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[MemoryLine, list[MemoryLine]]:
+def _stage_parameters(worker: MegatronRoleConfig, shape: ModelShape, stage: int) -> tuple[int, int]:
+    """Parameters of one rank of a stage: without experts, and of experts."""
+    layout, layers = worker.layout, stage_layers(shape.layers, worker.strategy_args.strategy_config)
+    experts = shape.expert_parameters(stage, layers, layout.expert, layout.expert_ranks // layout.expert)
+    return shape.stage_parameters(stage, layers, layout.tensor), experts
+
+
+def _weights(count: int, experts: int, size: int, shape: ModelShape, ranks: int) -> MemoryLine:
+    held = f"; {experts:,} of these are of {shape.experts // ranks} of {shape.experts} experts" if experts else ""
+    return MemoryLine("weights", count * size, f"{count:,} parameters x {size} B{held}")
+
+
+def _optimizer(
+    worker: TrainedRoleConfig, dense: int, experts: int, gradient: int
+) -> tuple[MemoryLine, list[MemoryLine]]:
     """Adam's state on the device, and with `optimizer_cpu_offload` in host memory.
+
+    The state of experts is split over the ranks that have equal experts, the other over data-parallel ranks.
 
     Adam of Transformer Engine keeps, of fp32 weights, the two bytes that bf16 weights do not have. Megatron's Adam for
     host memory computes in fp32, whatever the dtypes say, on copies of weights and gradients.
     """
     layout, megatron = worker.layout, worker.strategy_args.strategy_config
     size = DTYPE_BYTES[worker.model_args.dtype]
-    shards = layout.data * layout.context if megatron.use_distributed_optimizer else 1
+    sharded = megatron.use_distributed_optimizer
+    shards, copies = (layout.data * layout.context, max(1, layout.expert_copies)) if sharded else (1, 1)
     moments = "Adam 4 + 4"
     each = 8 + (4 if size < 4 else 0)
     if megatron.precision_aware and not megatron.optimizer_cpu_offload:
@@ -149,13 +167,19 @@ def _optimizer(worker: TrainedRoleConfig, count: int, gradient: int) -> tuple[Me
         master = "fp32 weights 4 + "
         if gradient < 4:
             moments, each = f"{moments} + fp32 gradients 4", each + 4
-    state = f"{count:,} parameters x ({master if size < 4 else ''}{moments}) B / {shards} data-parallel shards"
-    total = count * each // shards
+
+    def split(values: str) -> str:
+        of_experts = f" + {experts:,} of experts x ({values}) B / {copies} expert copies" if experts else ""
+        return f"{dense:,} parameters x ({values}) B / {shards} data-parallel shards{of_experts}"
+
+    state = split(f"{master if size < 4 else ''}{moments}")
+    total = dense * each // shards + experts * each // copies
     if not megatron.optimizer_cpu_offload:
         return MemoryLine("optimizer", total, state), []
     share = megatron.optimizer_offload_fraction
-    formula = f"{count:,} parameters x (fp32 weights 4 + gradients 4 + Adam 4 + 4) B / {shards} data-parallel shards"
-    host = MemoryLine("optimizer in host memory", int(count * 16 * share) // shards, f"{formula} x {share:g} offloaded")
+    formula = split("fp32 weights 4 + gradients 4 + Adam 4 + 4")
+    in_host = int(dense * 16 * share) // shards + int(experts * 16 * share) // copies
+    host = MemoryLine("optimizer in host memory", in_host, f"{formula} x {share:g} offloaded")
     return MemoryLine("optimizer", total - int(total * share), f"{state} x {1 - share:g} not offloaded"), [host]
 
 
@@ -206,6 +230,8 @@ def _layer_values(worker: TrainedRoleConfig, shape: ModelShape, platform: str) -
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
     attention = 2 * query + 2 * kv if engine else 4 * query + 3 * kv
     mlp = (3 if fused else 4) * shape.intermediate // tensor
+    if shape.mixture is not None:
+        mlp = _expert_values(worker, shape, fused)
     norms = 2 * norm + (2 * hidden if shape.family.traits.output_norms else 0)
     saved, recomputed = norms + attention + mlp, 0
     if megatron.recompute_granularity == "selective":
@@ -214,6 +240,21 @@ def _layer_values(worker: TrainedRoleConfig, shape: ModelShape, platform: str) -
         if "mlp" in megatron.recompute_modules:
             saved, recomputed = saved + hidden - norm - mlp, max(recomputed, norm - hidden + mlp)
     return _LayerValues(hidden, saved, recomputed)
+
+
+def _expert_values(worker: MegatronRoleConfig, shape: ModelShape, fused: bool) -> int:
+    """Values per token of the experts of a layer on one rank, where every expert has as many tokens as others.
+
+    An expert keeps its input, the two halves, with their activated half unless fused, and their product before and
+    after it is weighted; the router keeps logits and weights in fp32, and the shared expert is a dense MLP.
+    """
+    layout, mixture = worker.layout, shape.mixture
+    assert mixture is not None
+    tensor = layout.expert_ranks // layout.expert
+    split = layout.tensor if worker.strategy_args.strategy_config.sequence_parallel else 1
+    routed = mixture.per_token * (shape.hidden + (4 if fused else 5) * mixture.width // tensor)
+    shared = (3 if fused else 4) * mixture.shared_width // layout.tensor
+    return routed * tensor // split + shared + 4 * mixture.experts // split
 
 
 def _activations(
@@ -316,9 +357,8 @@ def _tokens_of_a_step(config: BaseConfig, worker: TrainedRoleConfig) -> int:
 def _forward(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     layout, size = worker.layout, DTYPE_BYTES[worker.model_args.dtype]
     last = layout.pipeline - 1
-    layers = stage_layers(shape.layers, worker.strategy_args.strategy_config)
-    count = max(shape.stage_parameters(stage, layers, layout.tensor) for stage in range(layout.pipeline))
-    weights = MemoryLine("weights", count * size, f"{count:,} parameters x {size} B")
+    dense, experts = max((_stage_parameters(worker, shape, stage) for stage in range(layout.pipeline)), key=sum)
+    weights = _weights(dense + experts, experts, size, shape, layout.expert)
     lines = [weights, *_forward_lines(config, worker, shape, platform, with_head=not worker.value_head)]
     return MemoryPlan(role, "fullest pipeline stage" if last else "every device", lines)
 
@@ -329,7 +369,8 @@ def _forward_lines(
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
     whole = worker.forward_token_limit or worker.infer_batch_size * (config.sequence_length or 0)
     tokens = _of_rank(whole, worker)
-    per_token = 4 * shape.hidden + 3 * shape.intermediate // tensor
+    mlp = _expert_values(worker, shape, platform == "cuda") if shape.mixture else 3 * shape.intermediate // tensor
+    per_token = 4 * shape.hidden + mlp
     formula = f"forward pass of {tokens:,} tokens x {per_token:,} values x {size} B"
     head = [_head(tokens, shape, tensor, platform, keep=False)] if with_head else []
     gathered = _gathered(whole, worker, shape, with_gradient=False)
@@ -339,7 +380,8 @@ def _forward_lines(
 def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: ModelShape, platform: str) -> MemoryPlan:
     """Weights, and the KV cache that the engine needs to keep `max_running_requests` full sequences at once."""
     tensor, size = worker.layout.tensor, DTYPE_BYTES[worker.model_args.dtype]
-    count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True)
+    experts = shape.expert_parameters(0, [shape.layers], 1, tensor)
+    count = shape.stage_parameters(0, [shape.layers], tensor, repeats_kv=True) + experts
     per_token = 2 * shape.layers * shape.kv_width(tensor) * size
     requests, length = min(worker.max_running_requests, config.requests_per_engine), config.sequence_length or 0
     if isinstance(worker, ScoringEngineConfig):

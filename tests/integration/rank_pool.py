@@ -87,6 +87,8 @@ class RankContext:
             "tensor_model_parallel_size": self.layout.tensor,
             "pipeline_model_parallel_size": self.layout.pipeline,
             "context_parallel_size": self.layout.context,
+            "expert_model_parallel_size": self.layout.expert,
+            "expert_tensor_parallel_size": self.layout.expert_tensor,
         }
         own = {"device_mapping": list(range(self.layout.world_size)), "use_sequence_packing": packed}
         frozen = infer and reward_model

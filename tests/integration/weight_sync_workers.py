@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -52,8 +52,8 @@ class FaultyWeights:
     def __getattr__(self, name: str):
         return getattr(self._weights, name)
 
-    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return self._faulty(self._weights.gathered(everywhere))
+    def gathered(self, receivers: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return self._faulty(self._weights.gathered(receivers))
 
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         return self._faulty(self._weights.slice_writers())

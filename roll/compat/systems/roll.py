@@ -190,7 +190,7 @@ model_args.num_labels: the head is that of a language model
 model_args.device_map: device_mapping places the ranks
 model_args.gradient_checkpointing_use_reentrant: Megatron recomputes in its own way
 model_args.model_config_kwargs if off: the model's config.json is used as it is; change it there
-model_args.moe_aux_loss_coef: the model families here are dense
+model_args.moe_aux_loss_coef if off: experts are not balanced by a loss
 model_args.ulysses_size if null 0 1: a sequence is not split
 model_args.vision_dp if off: the model families here read text
 model_args.lora_*: there is no LoRA without lora_target
@@ -231,7 +231,12 @@ distribute_saved_activations overlap_param_gather_with_optimizer_step overlap_p2
     memory
 main_grads_dtype: accumulate_allreduce_grads_in_fp32 chooses the precision of gradients
 bf16 fp16 params_dtype pipeline_dtype: model_args.dtype is the precision
-moe_* expert_tensor_parallel_size num_moe_* num_experts: the model families here are dense
+moe_shared_expert_overlap moe_permute_fusion moe_layer_recompute moe_router_fusion moe_per_layer_logging moe_use_*
+    if true false null: Megatron-Core is set up without it; it would change speed or memory
+moe_router_dtype: routers always compute in fp32
+moe_router_topk moe_router_pre_softmax moe_ffn_hidden_size moe_shared_expert_* moe_layer_freq num_moe_* num_experts:
+    the model's config.json has it
+moe_router_load_balancing_type if none: experts are not balanced by a loss
 save_* ckpt_* async_save dist_ckpt_* use_checkpoint*: checkpoints have one format; save_hf_model and
     save_hf_checkpoints export the model
 max_grad_norm clip_grad: max_grad_norm is a key of the run

@@ -88,8 +88,17 @@ class MegatronConfig:
     account_for_loss_in_pipeline_split: bool = option(
         False, "Count the output head as a layer, so that the last stage has one less.", only_for=SEVERAL_STAGES
     )
-    expert_model_parallel_size: int = option(
-        1, "Ranks experts are split over; the dense families here allow 1.", ge=1, le=1
+    expert_model_parallel_size: int = option(1, "Ranks that the experts of a mixture are split over.", ge=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "Ranks that one expert is split over; default: tensor_model_parallel_size.", ge=1
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
+        "alltoall", "How tokens reach the ranks of their experts."
+    )
+    moe_grouped_gemm: bool | None = option(
+        None,
+        "Compute all experts of a rank in one call (cuda with Transformer Engine only); default: true where "
+        "Transformer Engine computes the layers.",
     )
     context_parallel_size: int = option(
         1, "Ranks each sequence is split over, so that one rank keeps the activations of a part of it.", ge=1
@@ -198,6 +207,7 @@ def with_defaults(
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": transformer_engine,
         "cp_comm_type": "p2p" if transformer_engine else "all_gather",
+        "moe_grouped_gemm": transformer_engine,
     }
     if isinstance(options, MegatronTrainConfig):
         overlap = options.overlap_grad_reduce
@@ -311,6 +321,7 @@ CUDA_ONLY = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "apply_rope_fusion",
+    "moe_grouped_gemm",
     "gradient_accumulation_fusion",
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
@@ -366,11 +377,12 @@ def check_kernels(role: str, options: MegatronConfig, model: MegatronModelArgume
         if model.attn_implementation == "fa2":
             yield error(attention, "fa2 needs a GPU, and platform is cpu; use auto or sdpa")
         return
-    if options.apply_rope_fusion and without_engine:
-        yield error(
-            f"{path}.apply_rope_fusion",
-            "true needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; leave it out",
-        )
+    for name in ("apply_rope_fusion", "moe_grouped_gemm"):
+        if getattr(options, name) and without_engine:
+            yield error(
+                f"{path}.{name}",
+                "true needs Transformer Engine, which computes neither fp32 nor attn_implementation sdpa; leave it out",
+            )
     if options.attention_backend != "auto" and without_engine:
         reason = "attn_implementation sdpa" if model.attn_implementation == "sdpa" else "dtype fp32"
         yield warning(f"{path}.attention_backend", f"has no effect: with {reason} torch's attention computes")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from roll.models.families.mixture import ExpertPlace
+
 MAX_DEVICES = 1_000_000
 """Limit of device numbers: a typing error must not fill the memory with ranks."""
 
@@ -138,12 +140,18 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of one role; in Megatron's order tensor, context, data, pipeline."""
+    """Sizes of the parallel dimensions of one role; in Megatron's order tensor, context, data, pipeline.
+
+    The ranks of a stage that are tensor, context and data for all other weights are, for those of experts, tensor ranks
+    of an expert, `expert`, and copies of these. An expert has `expert_tensor` of them, by default `tensor`.
+    """
 
     tensor: int = 1
     data: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -176,3 +184,30 @@ class ParallelLayout:
     def padded(self, length: int) -> int:
         """Tokens that a sample of `length` takes in a micro-batch: a multiple of `chunks`."""
         return -(-length // self.chunks) * self.chunks
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together have all experts of a stage."""
+        return self.expert * (self.expert_tensor or self.tensor)
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that have the same part of the same experts; 0 where the sizes do not divide."""
+        ranks = self.tensor * self.context * self.data
+        return 0 if ranks % self.expert_ranks else ranks // self.expert_ranks
+
+    def expert_place(self, rank: int) -> ExpertPlace:
+        """Which experts a rank has."""
+        size = self.expert_tensor or self.tensor
+        copy = rank // self.expert_ranks % max(1, self.expert_copies)
+        return ExpertPlace(rank // size % self.expert, self.expert, rank % size, size, copy)
+
+    def whole_dense(self, rank: int) -> range:
+        """The ranks that together have every weight of the rank's stage but experts."""
+        first = rank - rank % self.tensor
+        return range(first, first + self.tensor)
+
+    def whole_experts(self, rank: int) -> range:
+        """The ranks that together have all experts of the rank's stage."""
+        first = rank - rank % self.expert_ranks
+        return range(first, first + self.expert_ranks)

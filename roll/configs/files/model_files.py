@@ -18,6 +18,7 @@ from roll.configs.devices.megatron import (
     stage_layers,
 )
 from roll.configs.files.folders import absence
+from roll.configs.files.mixtures import check_experts
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import SCORING_MODELS, JudgeConfig, ScoringEngineConfig
@@ -69,6 +70,8 @@ def check_models(config: BaseConfig) -> Iterator[Finding]:
             yield from _check_splits(role, worker, shape)
             yield from _check_frozen(role, worker, shape)
             yield from _check_kernel(role, worker, shape)
+            if isinstance(worker, MegatronRoleConfig):
+                yield from check_experts(config, role, worker, shape)
             if role == "reference" and isinstance(config, RLConfig) and config.opd_top_k is not None:
                 yield from _check_top_k(config, config.opd_top_k, shape)
             if name not in seen and role not in SCORING_MODELS:  # their tokens are others; longer texts have no score

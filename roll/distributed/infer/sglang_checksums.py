@@ -1,7 +1,8 @@
 """Checksums of an engine's parameters, computed from tensors under HF names before they are sent.
 
 SGLang can report a checksum of every parameter it computes with. It stores other tensors than a HF folder does: query,
-key and value are one parameter, gate and up are one, and each rank holds its slice. This module arranges the sent
+key and value are one parameter, gate and up are one, so are those of all experts of a layer, and each rank holds its
+slice. This module arranges the sent
 tensors in the same way and computes the same checksum. Equal checksums prove, for every parameter on every rank, that
 the engine computes with exactly the bytes the trainer sent: none is missing, additional, or altered by the transport or
 the engine's loader. How a family's tensors are fused and split is in its weight rules.
@@ -41,6 +42,10 @@ class EngineChecksums:
         """For `model` on an engine of `tensor_parallel` ranks."""
         self._model, self._ranks = model, tensor_parallel
         self._places = engine_places(model)
+        self._names: dict[str, list[str]] = {}
+        """Tensors of each parameter, in the order in which it has them."""
+        for name, place in self._places.items():
+            self._names.setdefault(place.parameter, []).append(name)
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self._result: dict[str, str] = {}
 
@@ -66,14 +71,14 @@ class EngineChecksums:
             return
         if name not in self._places:
             raise ValueError(f"{name}: is not a tensor of a {self._model.architecture}; add its rule to the family")
-        parameter, _, rule = self._places[name]
+        parameter = self._places[name].parameter
         if parameter == name:
             self._finish(parameter, [(name, tensor)])
             return
         parts = self._parts.setdefault(parameter, {})
         parts[name] = tensor.detach().clone()
-        if len(parts) == len(rule.hf):
-            self._finish(parameter, [(part, parts[part]) for part in rule.hf])
+        if len(parts) == len(self._names[parameter]):
+            self._finish(parameter, [(part, parts[part]) for part in self._names[parameter]])
             del self._parts[parameter]
 
     def result(self) -> dict[str, str]:
@@ -83,8 +88,7 @@ class EngineChecksums:
             ValueError: a part of a fused parameter was not added.
         """
         for parameter, parts in self._parts.items():
-            rule = self._places[next(iter(parts))].rule
-            missing = ", ".join(name for name in rule.hf if name not in parts)
+            missing = ", ".join(name for name in self._names[parameter] if name not in parts)
             raise ValueError(f"{parameter}: {missing} was not sent, only {', '.join(parts)}")
         return dict(self._result)
 

@@ -125,6 +125,7 @@ class ForwardPass:
         scheduled = [*micro_batches]
         if interleaved:  # this schedule needs a multiple of the pipeline's size
             scheduled += [micro_batches[0][:1]] * (-len(micro_batches) % config.pipeline_model_parallel_size)
+        scheduled += [micro_batches[0][:1]] * (self._most(len(scheduled)) - len(scheduled))
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
@@ -155,6 +156,17 @@ class ForwardPass:
             collect_non_loss_data=forward_only,
         )
         return results[: len(micro_batches)]
+
+    def _most(self, micro_batches: int) -> int:
+        """The most micro-batches of a data rank, where data ranks share experts: they exchange tokens in each."""
+        config = self.stages[0].config
+        if self.model.mixture is None or config.expert_model_parallel_size * config.expert_tensor_parallel_size <= (
+            config.tensor_model_parallel_size
+        ):
+            return micro_batches
+        count = torch.tensor(micro_batches, device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return int(count)
 
     def _leave_out_unknown(self, micro: MicroBatch) -> None:
         """Sets ids of a teacher that are beyond this model's vocabulary, such as padding of its head, to -1."""

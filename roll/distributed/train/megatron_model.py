@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll.configs.devices.megatron import (
     RECOMPUTED_MODULES,
@@ -26,6 +28,7 @@ from roll.configs.devices.megatron import (
     virtual_stages,
 )
 from roll.models.families.layouts import padded_vocabulary
+from roll.models.families.mixture import ExpertPlace
 from roll.models.families.shape import ModelShape, RotaryConfig
 from roll.models.hf_import import rules_of
 from roll.models.operators import RotaryTable, rotary_frequencies
@@ -129,13 +132,30 @@ def _build_stage(
         stage.rotary_pos_emb.inv_freq = _frequencies(model)
     if stage.pre_process and model.family.traits.scaled_embedding:
         stage.embedding.register_forward_hook(lambda module, inputs, output: output * model.hidden**0.5)
+    if model.mixture is not None:
+        stage.to(torch.cuda.current_device())  # Megatron makes routers on the CPU
+        _mark_experts(stage, options.megatron)
     return stage
 
 
-def freeze(stage: HiddenStateModel, model: ModelShape, names: Collection[str]) -> None:
+def _mark_experts(stage: torch.nn.Module, megatron: MegatronConfig) -> None:
+    """Has Megatron sum gradients of experts over all their copies.
+
+    It takes experts that are not split over ranks for dense weights, whose copies are the data ranks; with another
+    tensor-parallel size the ranks that hold an expert are others.
+    """
+    tensor = megatron.tensor_model_parallel_size
+    if (megatron.expert_tensor_parallel_size or tensor) == tensor:
+        return
+    for name, parameter in stage.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def freeze(stage: HiddenStateModel, model: ModelShape, names: Collection[str], experts: ExpertPlace) -> None:
     """Weights of these names in a Hugging Face folder get no gradients, and so no state of an optimizer."""
     parameters = dict(stage.named_parameters())
-    for rule in rules_of(stage, model):
+    for rule in rules_of(stage, model, experts):
         if rule.hf[0] in names:
             parameters[rule.megatron].requires_grad_(False)
     recomputes = stage.config.recompute_granularity == "full"
@@ -191,7 +211,6 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         cp_comm_type=megatron.cp_comm_type if megatron.context_parallel_size > 1 else None,
         sequence_parallel=megatron.sequence_parallel,
         variable_seq_lengths=several,
-        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         softmax_scale=model.query_scale,
         attention_backend=AttnBackend[megatron.attention_backend],
@@ -203,6 +222,7 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
         and bool(megatron.gradient_accumulation_fusion),
         deterministic_mode=options.deterministic,
         **recompute,
+        **_mixture_options(model, megatron),
         **model.family.megatron,
     )
 
@@ -210,6 +230,28 @@ def transformer_config(model: ModelShape, options: BuildOptions) -> TransformerC
 def _fuses_activation(model: ModelShape, megatron: MegatronConfig) -> bool:
     """Megatron's fused kernel is that of SwiGLU."""
     return bool(megatron.bias_activation_fusion) and not model.family.traits.gelu
+
+
+def _mixture_options(model: ModelShape, megatron: MegatronConfig) -> dict[str, Any]:
+    """Options of experts; the dispatcher also of a dense model, since Megatron reads it with `variable_seq_lengths`."""
+    options: dict[str, Any] = {"moe_token_dispatcher_type": megatron.moe_token_dispatcher_type}
+    mixture = model.mixture
+    if mixture is None:
+        return options
+    return options | {
+        "num_moe_experts": mixture.experts,
+        "moe_router_topk": mixture.per_token,
+        "moe_ffn_hidden_size": mixture.width,
+        "moe_layer_freq": 1 if all(mixture.sparse) else [int(sparse) for sparse in mixture.sparse],
+        "moe_shared_expert_intermediate_size": mixture.shared_width or None,
+        "moe_shared_expert_gate": mixture.shared_width > 0,
+        "moe_router_pre_softmax": not mixture.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": bool(megatron.moe_grouped_gemm),
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+    }
 
 
 def transformer_engine_available() -> bool:
@@ -230,18 +272,29 @@ def _block_spec(
     model: ModelShape, config: TransformerConfig, options: BuildOptions, part: int | None
 ) -> TransformerBlockSubmodules:
     """Transformer Engine's layers, or those of `local_spec`; logs which of them is used."""
+    layer: Callable[[int | None], ModuleSpec]
     if options.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        layer, norm, name = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm, "TE"
+        layer = partial(
+            get_gpt_layer_with_transformer_engine_spec,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+        norm, name = TENorm, "TE"
     else:
         from roll.models.local_spec import RMSNorm, local_layer_spec
 
-        layer, norm, name = local_layer_spec(config.qk_layernorm, _rotary(model), model.family.traits), RMSNorm, "torch"
-    layers = get_num_layers_to_build(config, vp_stage=part)
+        layer = partial(
+            local_layer_spec, qk_norm=config.qk_layernorm, rotary=_rotary(model), traits=model.family.traits
+        )
+        norm, name = RMSNorm, "torch"
+    first, layers = get_transformer_layer_offset(config, part), get_num_layers_to_build(config, vp_stage=part)
     logger.info("%s: %d of %d layers use the %s spec", model.architecture, layers, model.layers, name)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+    sparse = model.mixture.sparse[first : first + layers] if model.mixture else [False] * layers
+    specs = {kind: layer(model.experts if kind else None) for kind in set(sparse)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in sparse], layer_norm=norm)
 
 
 def _rotary(model: ModelShape) -> list[LayerRotary]:
@@ -270,6 +323,10 @@ def _check_options(model: ModelShape, options: BuildOptions) -> None:
     for name, size in (("attention heads", model.heads), ("FFN width", model.intermediate)):
         if size % tensor:
             raise ValueError(f"tensor_model_parallel_size: {tensor} does not divide the model's {size} {name}")
+    if model.mixture is not None and model.experts % megatron.expert_model_parallel_size:
+        raise ValueError(
+            f"expert_model_parallel_size: {megatron.expert_model_parallel_size} does not divide {model.experts} experts"
+        )
     if model.kv_heads % tensor and tensor % model.kv_heads:
         raise ValueError(
             f"tensor_model_parallel_size: {tensor} is neither a multiple nor a divisor of {model.kv_heads} KV heads"

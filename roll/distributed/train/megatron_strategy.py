@@ -185,7 +185,7 @@ class MegatronInferStrategy:
 
     def _set_up(self) -> None:
         for stage in self.stages:
-            stage.requires_grad_(False)
+            stage.requires_grad_(False).eval()
         self.forward = self._forward_pass(self.stages)
 
     def _forward_pass(self, wrapped: Sequence[torch.nn.Module]) -> ForwardPass:
@@ -212,7 +212,8 @@ class MegatronInferStrategy:
         )
         stages = build_gpt_model(self.model, options)
         for stage in stages:
-            import_hf(stage, folder, self.model, self.coordinates.tensor, self.layout.tensor)
+            place = self.layout.expert_place(self.rank)
+            import_hf(stage, folder, self.model, self.coordinates.tensor, self.layout.tensor, place)
         return stages
 
     def _use_transformer_engine(self) -> bool:
@@ -362,7 +363,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
     def _state_tensors(self, kind: StateKind) -> Iterable[torch.Tensor]:
         """The optimizer's tensors include its fp32 copies of parameters in half precision."""
         if kind == "gradients":
-            return [buffer.grad_data for wrapped in self.wrapped for buffer in wrapped.buffers]
+            buffers = (wrapped.buffers + wrapped.expert_parallel_buffers for wrapped in self.wrapped)
+            return [buffer.grad_data for each in buffers for buffer in each]
         if kind == "optimizer":
             groups = [group["params"] for group in self.optimizer.param_groups]
             return [*itertools.chain(*groups), *self._optimizer_state()]
@@ -373,11 +375,11 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         assert isinstance(role, TrainedRoleConfig) and isinstance(megatron, MegatronTrainConfig)
         frozen = frozen_names(self.model, role.model_args.freeze_module_prefix)
         for stage in self.stages:
-            freeze(stage, self.model, frozen)
+            freeze(stage, self.model, frozen, self.layout.expert_place(self.rank))
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
         self.forward = self._forward_pass(self.wrapped)
-        self.weights = MegatronWeights(self.stages, self.model, self.model_folder)
+        self.weights = MegatronWeights(self.stages, self.model, self.model_folder, self.layout)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
         self.saving: BackgroundSave = BackgroundSave(self.device, self.pipeline_config.rpc_timeout_s)
@@ -419,6 +421,8 @@ def join_process_group(
         context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=math.ceil(collective_timeout_s / 60),
         create_gloo_process_groups=platform.collective_backend != "gloo",
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,88 +15,168 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.weights.plan import WeightSpec
 from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
 from roll.models.families.shape import ModelShape
-from roll.models.families.weights import WeightRule
+from roll.models.families.weights import WeightRule, model_rules
 from roll.models.hf_import import rules_of
 
 FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would make it larger."""
 
 
+@dataclass(frozen=True)
+class StageWeight:
+    """A parameter of this rank, and the ranks that have it together.
+
+    Attributes:
+        parameter: this rank's shard of one of `rules`.
+        rules: one, or the same weight of several experts, in the order of the ranks that have these.
+        ranks: in the order of the shards: those of the first rule, then those of the next.
+        group: of these ranks.
+    """
+
+    parameter: torch.nn.Parameter
+    rules: tuple[WeightRule, ...]
+    ranks: range
+    group: dist.ProcessGroup
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.ranks) > 1 and (len(self.rules) > 1 or self.rules[0].layout.is_split)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that share one of the rules."""
+        return len(self.ranks) // len(self.rules)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for rule in self.rules for name in rule.hf]
+
+    def merge(self, shards: Sequence[torch.Tensor], model: ModelShape) -> list[torch.Tensor]:
+        """The tensors of `names` from the shards of all ranks, or of this one where they are not split."""
+        each = len(shards) // len(self.rules)
+        parts = (shards[first : first + each] for first in range(0, len(shards), each))
+        return [
+            tensor for rule, part in zip(self.rules, parts, strict=True) for tensor in rule.layout.merge(part, model)
+        ]
+
+
 class MegatronWeights:
-    """The weights of one pipeline stage, all its virtual stages together, under their HF names.
+    """The weights of one pipeline stage, all its virtual stages together, under their HF names; those of experts last.
 
     Tensors may share memory with the model, which came from `folder`: use them before the next training step.
     """
 
-    def __init__(self, stages: Sequence[HiddenStateModel], model: ModelShape, folder: Path) -> None:
-        self._model, self.folder = model, folder
-        self._dtype = stages[0].config.params_dtype
-        self._weights: list[tuple[WeightRule, torch.nn.Parameter]] = []
+    def __init__(
+        self, stages: Sequence[HiddenStateModel], model: ModelShape, folder: Path, layout: ParallelLayout
+    ) -> None:
+        self._model, self.folder, self._layout = model, folder, layout
+        self._dtype, self._rank = stages[0].config.params_dtype, dist.get_rank()
+        weights = [weight for stage in stages for weight in self._weights_of(stage)]
+        self._weights = sorted(weights, key=lambda weight: weight.rules[0].is_expert)
+
+    def _weights_of(self, stage: HiddenStateModel) -> Iterator[StageWeight]:
         """Tied embeddings are sent and exported once, by the first stage."""
-        for stage in stages:
-            parameters = dict(stage.named_parameters())
-            rules = [rule for rule in rules_of(stage, model) if not rule.is_copy]
-            self._weights += [(rule, parameters[rule.megatron]) for rule in rules]
+        layout, parameters = self._layout, dict(stage.named_parameters())
+        together = layout.whole_experts(self._rank)
+        places = [layout.expert_place(rank) for rank in together if layout.expert_place(rank).tensor_rank == 0]
+        dense = layout.whole_dense(self._rank), parallel_state.get_tensor_model_parallel_group()
+        experts = together, parallel_state.get_expert_tensor_and_model_parallel_group()
+        for rules in zip(*(rules_of(stage, self._model, place) for place in places), strict=True):
+            rule = rules[0]
+            if not rule.is_copy:
+                parameter = parameters[rule.megatron]
+                yield (
+                    StageWeight(parameter, rules, *experts)
+                    if rule.is_expert
+                    else StageWeight(parameter, (rule,), *dense)
+                )
+
+    @property
+    def source(self) -> int:
+        """The rank that sends the stage's weights."""
+        return self._layout.rank(0, 0, self._layout.coordinates(self._rank).pipeline)
+
+    def takes_part(self, receivers: Collection[int]) -> bool:
+        """Whether this rank has a part of what these ranks gather."""
+        layout = self._layout
+        return any(
+            rank in layout.whole_dense(self._rank) or rank in layout.whole_experts(self._rank) for rank in receivers
+        )
 
     def specs(self) -> list[WeightSpec]:
         """Names, full shapes and dtypes of the stage's weights, without communication."""
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
         specs = []
-        for rule, parameter in self._weights:
-            shapes = rule.layout.hf_shapes(parameter.shape, ranks, self._model)
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            specs += [WeightSpec(name, shape, dtype) for name, shape in zip(rule.hf, shapes, strict=True)]
+        for weight in self._weights:
+            shape, dtype = weight.parameter.shape, str(weight.parameter.dtype).removeprefix("torch.")
+            first = weight.rules[0]
+            unit = first.hf[0].rsplit(".", 2)[0] if first.is_expert else ""
+            for rule in weight.rules:
+                shapes = rule.layout.hf_shapes(shape, weight.tensor_ranks, self._model)
+                specs += [WeightSpec(name, each, dtype, unit) for name, each in zip(rule.hf, shapes, strict=True)]
         return specs
+
+    def names_of_model(self) -> frozenset[str]:
+        """Names of the weights of all stages."""
+        return frozenset(name for rule in model_rules(self._model) for name in rule.hf)
 
     @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors on every rank; collective over the stage's tensor-parallel ranks."""
-        for name, tensor in self.gathered(everywhere=True):
+        """Full tensors on every rank; collective over the stage's ranks."""
+        for name, tensor in self.gathered(range(self._layout.world_size)):
             assert tensor is not None
             yield name, tensor
 
     @torch.no_grad()
-    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors on tensor rank 0, or `everywhere`, and None for every name on ranks that only send their shards.
+    def gathered(self, receivers: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Full tensors on the ranks `receivers`, and None for every name on those that only send their shards.
 
-        The gather of the next parameter runs while one is used.
+        Collective over the ranks that take part. The gather of the next parameter runs while one is used.
         """
-        started = [self._start_gather(*each, everywhere) for each in self._weights[:1]]
-        for index, (rule, _) in enumerate(self._weights):
+        started = [self._start_gather(each, receivers) for each in self._weights[:1]]
+        for index, weight in enumerate(self._weights):
             if index + 1 < len(self._weights):
-                started.append(self._start_gather(*self._weights[index + 1], everywhere))
+                started.append(self._start_gather(self._weights[index + 1], receivers))
             work, shards = started.pop(0)
             if work is not None:
                 work.wait()
-            tensors = [None] * len(rule.hf) if shards is None else rule.layout.merge(shards, self._model)
-            yield from zip(rule.hf, tensors, strict=True)
+            names = weight.names
+            yield from zip(
+                names, [None] * len(names) if shards is None else weight.merge(shards, self._model), strict=True
+            )
 
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
-        """For every HF name, a function that copies this rank's slice into the full tensor; no communication."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        for rule, parameter in self._weights:
-            shard = parameter.detach()
-            for part, name in enumerate(rule.hf):
-                yield name, partial(rule.layout.write, shard, part=part, model=self._model, rank=rank)
+        """For every HF name, a function that copies what this rank has of it into the full tensor; no communication.
+
+        The functions of other ranks' experts do nothing, as those of ranks whose copy of a weight is not the sent one.
+        """
+        for weight in self._weights:
+            shard, place = weight.parameter.detach(), divmod(self._rank - weight.ranks.start, weight.tensor_ranks)
+            for number, rule in enumerate(weight.rules):
+                writes = number == place[0] and self.source in weight.ranks
+                for part, name in enumerate(rule.hf):
+                    write = partial(rule.layout.write, shard, part=part, model=self._model, rank=place[1])
+                    yield name, write if writes else _leave
 
     def _start_gather(
-        self, rule: WeightRule, parameter: torch.nn.Parameter, everywhere: bool
+        self, weight: StageWeight, receivers: Collection[int]
     ) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
         """A started gather, and where it puts the shards; None for those of a rank that only sends."""
-        shard = parameter.detach()
-        group = parallel_state.get_tensor_model_parallel_group()
-        receives = everywhere or group.rank() == 0
-        if group.size() == 1 or not rule.layout.is_split:
+        shard, group = weight.parameter.detach(), weight.group
+        receiving = [index for index, rank in enumerate(weight.ranks) if rank in receivers]
+        receives = self._rank in receivers
+        if not receiving or not weight.is_split:
             return None, [shard] if receives else None
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if receives else None
-        if everywhere:
-            return dist.all_gather(shards, shard.contiguous(), group=group, async_op=True), shards
-        return dist.gather(shard.contiguous(), shards, group=group, group_dst=0, async_op=True), shards
+        shards = [torch.empty_like(shard) for _ in weight.ranks] if receives or len(receiving) > 1 else None
+        if len(receiving) > 1:
+            work = dist.all_gather(shards, shard.contiguous(), group=group, async_op=True)
+            return work, shards if receives else None
+        return dist.gather(shard.contiguous(), shards, group=group, group_dst=receiving[0], async_op=True), shards
 
     def export_hf(self, folder: Path) -> None:
         """Writes a folder for transformers and SGLang: tensors, index, config and tokenizer; made if absent.
@@ -105,13 +186,11 @@ class MegatronWeights:
         folder.mkdir(parents=True, exist_ok=True)
         written: dict[str, str] = {}
         size = 0
-        if parallel_state.get_data_parallel_rank() == 0:
-            writes = parallel_state.get_tensor_model_parallel_rank() == 0
+        if self.takes_part([self.source]):
             for name, tensors in self._files():
-                if writes:
-                    save_file(tensors, folder / name, metadata={"format": "pt"})
-                    written |= dict.fromkeys(tensors, name)
-                    size += sum(tensor.nbytes for tensor in tensors.values())
+                save_file(tensors, folder / name, metadata={"format": "pt"})
+                written |= dict.fromkeys(tensors, name)
+                size += sum(tensor.nbytes for tensor in tensors.values())
         parts: list[tuple[dict[str, str], int]] = [({}, 0)] * dist.get_world_size()
         dist.all_gather_object(parts, (written, size))
         if dist.get_rank() == 0:
@@ -122,17 +201,24 @@ class MegatronWeights:
         dist.barrier()
 
     def _files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """File names and their tensors, up to `FILE_BYTES` each."""
+        """File names and their tensors, up to `FILE_BYTES` each, on the stage's source rank."""
         number = parallel_state.get_pipeline_model_parallel_rank() + 1
         tensors: dict[str, torch.Tensor] = {}
         count, size = 1, 0
-        for name, tensor in self.full_tensors():
+        for name, tensor in self.gathered([self.source]):
+            if tensor is None:
+                continue
             if tensors and size + tensor.nbytes > FILE_BYTES:
                 yield f"model-stage{number:02}-{count:03}.safetensors", tensors
                 tensors, count, size = {}, count + 1, 0
             tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             size += tensor.nbytes
-        yield f"model-stage{number:02}-{count:03}.safetensors", tensors
+        if tensors:
+            yield f"model-stage{number:02}-{count:03}.safetensors", tensors
+
+
+def _leave(target: torch.Tensor) -> None:
+    """Writes nothing."""
 
 
 def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: ModelShape) -> None:

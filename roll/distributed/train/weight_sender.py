@@ -1,7 +1,8 @@
 """The training side of a weight update: each pipeline stage sends its weights to the engines under their HF names.
 
-The ranks of data index 0 take part; tensor rank 0 of each stage is its source rank. Weights are sent in buckets, either
-by a broadcast to all engines or through memory that training ranks and engines of one node share.
+Tensor rank 0 of data index 0 of each stage is its source rank. The ranks that together have the weights of the stage
+take part: those of data index 0, and those with experts that the others lack. Weights are sent in buckets, either by a
+broadcast to all engines or through memory that training ranks and engines of one node share.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class SendError(RuntimeError):
 
 @dataclass(frozen=True)
 class StageSource:
-    """What one pipeline stage sends, and the address of its source rank."""
+    """What one pipeline stage sends, the address of its source rank, and the names of the whole model's weights."""
 
     stage: int
     specs: list[WeightSpec]
     address: str
+    names: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class WeightSender:
     def __init__(self, rank: WorkerRank, strategy: MegatronTrainStrategy, timeout_s: float) -> None:
         """A device may take `timeout_s` for what was sent from it."""
         self.rank, self.weights, self._states = rank, strategy.weights, strategy.states
-        self._tensor_parallel, self._timeout_s = strategy.layout.tensor, timeout_s
+        self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self._port: int | None = None
         self._shm: ShmBuckets | None = None
@@ -116,16 +118,18 @@ class WeightSender:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank's weights are sent; ranks of other data and context indices hold the same weights."""
-        return self.rank.coordinates.data == 0 and self.rank.coordinates.context == 0
+        """Whether this rank's weights are sent; others hold the same weights."""
+        return self.weights.takes_part([self.weights.source])
 
     @property
     def is_source(self) -> bool:
-        return self.takes_part and self.rank.coordinates.tensor == 0
+        return self.rank.rank == self.weights.source
 
     def describe_weights(self) -> StageSource | None:
         """What this rank's stage sends, on its source rank; None elsewhere."""
-        return StageSource(self.stage, self.weights.specs(), self.rank.address) if self.is_source else None
+        if not self.is_source:
+            return None
+        return StageSource(self.stage, self.weights.specs(), self.rank.address, self.weights.names_of_model())
 
     # Broadcast: one group per stage, of its source rank and all engine ranks.
 
@@ -169,7 +173,7 @@ class WeightSender:
         checksums = None
         if checksum_ranks and self.is_source:
             checksums = EngineChecksums.of_model(self.weights.folder, checksum_ranks)
-        tensors = StageWeights(self.weights.gathered())
+        tensors = StageWeights(self.weights.gathered([self.weights.source]))
         sent = 0
         previous: tuple[dist.Work | None, torch.Tensor] | None = None
         try:
@@ -248,10 +252,8 @@ class WeightSender:
         Raises:
             SendError: the model yields other tensors than planned.
         """
-        first = self.rank.rank - self.rank.coordinates.tensor
-        together = range(first, first + self._tensor_parallel)
-        needed = {rank for rank in sources[self.stage] if rank in together} | ({first} if self.takes_part else set())
-        if not needed or index >= len(stages[self.stage]):
+        receiving = {*sources[self.stage], self.weights.source}
+        if not self.weights.takes_part(receiving) or index >= len(stages[self.stage]):
             return None
         self._states.require("parameters")
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
@@ -260,7 +262,7 @@ class WeightSender:
             handle = self._write_slices(self._shm, index, bucket, is_last)
             handles = dict.fromkeys(receivers, handle)
         else:
-            named = self._gather(index, bucket, is_last, everywhere=needed != {first})
+            named = self._gather(index, bucket, is_last, receiving)
             handles = {engine: cuda_ipc_handle(named) for engine in receivers}
         if self.is_source or receivers:
             return SendResult(bucket.bytes if self.is_source else 0, {}, handles)
@@ -277,16 +279,16 @@ class WeightSender:
             self._writers.check_end()
         return shm.handle(index, bucket)
 
-    def _gather(self, index: int, bucket: Bucket, is_last: bool, everywhere: bool) -> list[tuple[str, torch.Tensor]]:
-        """Views of the bucket's tensors on the first of the tensor-parallel ranks, or on all of them."""
+    def _gather(self, index: int, bucket: Bucket, is_last: bool, receiving: set[int]) -> list[tuple[str, torch.Tensor]]:
+        """Views of the bucket's tensors on the ranks `receiving`."""
         if index == 0:
             self.release_buckets()
-            self._tensors = StageWeights(self.weights.gathered(everywhere))
+            self._tensors = StageWeights(self.weights.gathered(receiving))
         assert self._tensors is not None, "bucket 0 comes first"
         gathered = [self._tensors.take(spec) for spec in bucket.specs]
         if is_last:
             self._tensors.check_end()
-        if not everywhere and self.rank.coordinates.tensor:
+        if self.rank.rank not in receiving:
             return []
         whole = [tensor for tensor in gathered if tensor is not None]
         if len(whole) != len(gathered):

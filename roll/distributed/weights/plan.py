@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -18,11 +19,17 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One tensor under its HF name; `dtype` is torch's name without the prefix, such as bfloat16."""
+    """One tensor under its HF name.
+
+    Attributes:
+        dtype: torch's name without the prefix, such as bfloat16.
+        unit: names tensors that are sent in one bucket, which follow each other: those of an expert; empty for others.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,9 @@ def spec_bytes(spec: WeightSpec) -> int:
 
 
 def make_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]:
-    """Consecutive tensors in buckets of at most `bucket_bytes`; a larger tensor gets its own bucket.
+    """Consecutive tensors in buckets of at most `bucket_bytes`; a larger tensor, or unit, gets its own bucket.
+
+    Units and tensors of no unit are in different buckets.
 
     Raises:
         PlanError: `bucket_bytes` is not positive, or a dtype is not supported.
@@ -63,21 +72,23 @@ def make_buckets(specs: Sequence[WeightSpec], bucket_bytes: int) -> list[Bucket]
     buckets: list[Bucket] = []
     open_specs: list[WeightSpec] = []
     filled = 0
-    for spec in specs:
-        size = spec_bytes(spec)
-        if open_specs and (filled + size > bucket_bytes or spec.dtype != open_specs[0].dtype):
+    for _, group in groupby(specs, lambda spec: spec.unit or spec.name):
+        unit = list(group)
+        size, kind = sum(map(spec_bytes, unit)), (unit[0].dtype, bool(unit[0].unit))
+        if open_specs and (filled + size > bucket_bytes or kind != (open_specs[0].dtype, bool(open_specs[0].unit))):
             buckets.append(Bucket(tuple(open_specs)))
             open_specs, filled = [], 0
-        open_specs.append(spec)
+        open_specs += unit
         filled += size
     return [*buckets, Bucket(tuple(open_specs))] if open_specs else buckets
 
 
-def check_stages(stages: Sequence[Sequence[WeightSpec]]) -> None:
-    """Checks that every tensor is sent by exactly one stage.
+def check_stages(stages: Sequence[Sequence[WeightSpec]], names: frozenset[str] | None = None) -> None:
+    """Checks that every tensor is sent by exactly one stage, and that these are the tensors `names` of the model.
 
     Raises:
-        PlanError: naming the first tensor that two stages send, or the stage without tensors.
+        PlanError: naming the first tensor that two stages send, the stage without tensors, the first tensor of the
+            model that is not sent, or the first that is none.
     """
     owner: dict[str, int] = {}
     for stage, specs in enumerate(stages):
@@ -87,6 +98,11 @@ def check_stages(stages: Sequence[Sequence[WeightSpec]]) -> None:
             if spec.name in owner:
                 raise PlanError(f"{spec.name} is sent by stage {owner[spec.name]} and again by stage {stage}")
             owner[spec.name] = stage
+    if names is None:
+        return
+    for wrong, what in ((names - owner.keys(), "is sent by no stage"), (owner.keys() - names, "is not of the model")):
+        if wrong:
+            raise PlanError(f"{min(wrong)} {what} ({len(wrong)} such tensors)")
 
 
 def handle_sources(

@@ -11,7 +11,7 @@ from roll.distributed.calls.remote_call import ALL
 from roll.distributed.infer.infer_worker import InferWorker
 from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.train.weight_sender import SendResult
-from roll.distributed.weights.plan import handle_sources, spec_bytes
+from roll.distributed.weights.plan import handle_sources
 from roll.distributed.weights.report import Transfer
 from roll.distributed.weights.transport import Transport, register_transport, total
 
@@ -36,10 +36,7 @@ class SharedMemoryTransport(Transport):
         """On a CPU, opens the same memory on all ranks of a stage."""
         if self._connected:
             return
-        largest = [
-            min(sum(sizes), max(self._bucket_bytes, *sizes))
-            for sizes in ([spec_bytes(spec) for spec in source.specs] for source in self.sources)
-        ]
+        largest = [max(bucket.bytes for bucket in stage) for stage in self.buckets()]
         created = await self._train.call(ALL, TrainWorker.create_shm, largest)
         addresses = [address for address in created if address is not None]
         await self._train.call(ALL, TrainWorker.open_shm, addresses)

@@ -108,12 +108,12 @@ class WeightSynchronizer:
         Each attempt of an update connects the transport itself, so that it can recover from the death of an engine.
 
         Raises:
-            PlanError: two stages send the same tensor.
+            PlanError: two stages send the same tensor, or none sends one of the model's.
             ClusterError: a training rank failed.
         """
         described = await self._train.call(ALL, TrainWorker.describe_weights)
         sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
-        check_stages([source.specs for source in sources])
+        check_stages([source.specs for source in sources], sources[0].names if sources else None)
         self._transport.sources = sources
 
     async def update_weights(self, version: int) -> UpdateReport:

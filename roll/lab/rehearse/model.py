@@ -126,7 +126,8 @@ def write_model(source: ModelSource, tokenizer: PreTrainedTokenizerBase, folder:
     disable_progress_bar()
     set_verbosity_error()  # a head without weights gets random ones, as it should
     known = source.settings
-    shape = SHAPE | {key: known[key] for key in ("tie_word_embeddings", "rms_norm_eps") if known.get(key) is not None}
+    kept = ("tie_word_embeddings", "rms_norm_eps", "norm_topk_prob")
+    shape = SHAPE | {key: known[key] for key in kept if known.get(key) is not None}
     shape["max_position_embeddings"] = max(POSITIONS, known.get("max_position_embeddings") or 0)
     heads = known.get("num_attention_heads")
     if heads is not None and known.get("num_key_value_heads", heads) == heads:

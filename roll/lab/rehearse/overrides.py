@@ -222,6 +222,8 @@ def _roles(config: BaseConfig, placement: Placement) -> Iterator[Override]:
         sizes = {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline}
         sizes |= {"context_parallel_size": layout.context}
         yield SLOTS, options, sizes
+        yield _lowered(config, SLOTS, options, expert_model_parallel_size=layout.expert)
+        yield _lowered(config, SLOTS, options, expert_tensor_parallel_size=layout.expert_tensor or layout.tensor)
         if value_at(config, f"{options}.sequence_parallel") and layout.tensor == 1:
             yield "there is one tensor-parallel rank", options, {"sequence_parallel": False}
         yield NO_GPU, options, dict.fromkeys((*CUDA_ONLY, "attention_backend", "cp_comm_type"))

@@ -90,7 +90,7 @@ def _joined(values: Iterable[Any]) -> str:
 
 def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Part:
     section, layout = getattr(recipe, role), placement.layouts[role]
-    sizes = {name: f"{name} parallel" for name in ("tensor", "context", "pipeline", "data")}
+    sizes = {name: f"{name} parallel" for name in ("tensor", "context", "pipeline", "data", "expert")}
     if isinstance(section, EngineRoleConfig):
         sizes["data"] = "number of engines"
         shape = f"{format_count(layout.data, 'SGLang engine')}, tensor parallel {layout.tensor}"
@@ -99,6 +99,8 @@ def _placement(role: str, recipe: BaseConfig, placement: Placement) -> Part:
         shape = f"Megatron TP{layout.tensor}{context} PP{layout.pipeline} DP{layout.data}"
         if section.strategy_args.strategy_config.sequence_parallel and layout.tensor > 1:
             shape += ", sequence parallel"
+        if layout.expert > 1:
+            shape += f", experts on {layout.expert} ranks"
     before = {name: getattr(section.layout, name) for name in sizes if getattr(layout, name) == 1}
     lost = [f"{sizes[name]} {size} is 1 here" for name, size in before.items() if size > 1]
     others = [name for name, own in placement.devices.items() if name != role and own == placement.devices[role]]

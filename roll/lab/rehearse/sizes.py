@@ -87,9 +87,16 @@ def _least(role: RoleConfig, lost: str) -> ParallelLayout:
 
 def _filled(role: RoleConfig, least: ParallelLayout, size: int) -> ParallelLayout:
     if not isinstance(role, EngineRoleConfig):
-        return replace(least, data=size // least.model_size)
+        return _with_experts(role.layout, replace(least, data=size // least.model_size))
     engines = min(MAX_ENGINES, size // least.tensor)
     return ParallelLayout(tensor=size // engines, data=engines)
+
+
+def _with_experts(recipe: ParallelLayout, small: ParallelLayout) -> ParallelLayout:
+    """The small layout with the experts on two ranks, where the recipe has them on several and there are as many."""
+    own = recipe.expert_tensor and min(recipe.expert_tensor, small.tensor)
+    split = replace(small, expert=min(recipe.expert, 2), expert_tensor=own)
+    return split if split.expert_copies else replace(split, expert=1)
 
 
 @dataclass(frozen=True)

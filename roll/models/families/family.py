@@ -9,6 +9,7 @@ from typing import Any
 
 from roll.models.families.chat_template import ChatTemplate
 from roll.models.families.decoder import EMBEDDING, FINAL_NORM, HEAD, ONLY
+from roll.models.families.mixture import Mixture
 from roll.models.families.weights import WeightRule
 
 CHATML_END = "<|im_end|>"
@@ -23,12 +24,14 @@ class RehearsalModel:
         template: built-in chat template in place of the model's own.
         end_of_turn: token that ends a turn of the template.
         tokenizer: class of transformers that reads the folder; None reads any tokenizer.json.
+        shape: keys of config.json of a small model, beyond those that all families have.
     """
 
     names: re.Pattern[str]
     template: str = "chatml"
     end_of_turn: str = CHATML_END
     tokenizer: str | None = None
+    shape: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,10 @@ class ModelFamily:
     Attributes:
         name: as `model_type` in config.json.
         architecture: as in `architectures` of config.json.
-        layer: weights of a layer; names without the prefix of the layer.
+        layer: weights of a layer, of a mixture those of a dense one; names without the prefix of the layer.
+        sparse_layer: weights of a layer with experts.
+        mixture: reads the numbers of the experts from settings with the keys of llama; None: a dense model.
+        sizes: whole numbers above 0 that such settings have, beyond those of llama.
         embedding, final_norm, head: the other weights.
         layer_prefix: of the Hugging Face names of a layer, with its index.
         megatron: options of Megatron's `TransformerConfig` that other families do not have.
@@ -105,6 +111,9 @@ class ModelFamily:
     architecture: str
     layer: tuple[WeightRule, ...]
     rehearsal: RehearsalModel
+    sparse_layer: tuple[WeightRule, ...] = ()
+    mixture: Callable[[Mapping[str, Any]], Mixture] | None = None
+    sizes: tuple[str, ...] = ()
     embedding: WeightRule = EMBEDDING
     final_norm: WeightRule = FINAL_NORM
     head: WeightRule = HEAD

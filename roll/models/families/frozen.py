@@ -64,4 +64,5 @@ def frozen_parameters(
     """Parameters of one rank of a stage that are not trained, with the arguments of `ModelShape.stage_parameters`."""
     first, last = stage == 0, stage == len(stage_layers) - 1
     rules = stage_rules(model, sum(stage_layers[:stage]), stage_layers[stage], first, last)
-    return sum(model.rank_parameters(rule, tensor) for rule in rules if rule.hf[0] in frozen)
+    dense = (rule for rule in rules if not rule.is_expert)
+    return sum(model.rank_parameters(rule, tensor) for rule in dense if rule.hf[0] in frozen)

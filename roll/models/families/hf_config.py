@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from roll.base.errors import git_lfs_pointer
 from roll.hub.names import CONFIG_NAME
 from roll.models.families.family import ModelFamily
+from roll.models.families.mixture import Mixture
 from roll.models.families.registry import architectures, family_of, value_architectures
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -71,8 +72,10 @@ def check_model_config(raw: Mapping[str, Any], source: str = CONFIG_NAME, value_
     try:
         family = _family(raw, value_head)
         settings = family.settings(raw)
-        _check_sizes(settings)
+        _check_sizes(settings, family.sizes)
         _check_options(settings, family.only)
+        if family.mixture is not None:
+            _check_mixture(family.mixture(settings))
         _check_rotary(settings, family)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{source}: {error}") from None
@@ -112,8 +115,18 @@ def _family(raw: Mapping[str, Any], value_head: bool) -> ModelFamily:
     return family_of(name)
 
 
-def _check_sizes(raw: Mapping[str, Any]) -> None:
-    for key in (*SIZES, *OPTIONAL_SIZES):
+def _check_mixture(mixture: Mixture) -> None:
+    count = mixture.per_token
+    if count > mixture.experts:
+        raise UnsupportedModel(f"num_experts_per_tok: {count} is more than the {mixture.experts} experts")
+    if count == 1 and mixture.normalised:
+        raise UnsupportedModel("num_experts_per_tok: 1 of weight 1 trains no router; allowed: 2 or more")
+    if not any(mixture.sparse):
+        raise UnsupportedModel("decoder_sparse_step and mlp_only_layers: leave no layer with experts")
+
+
+def _check_sizes(raw: Mapping[str, Any], more: Sequence[str]) -> None:
+    for key in (*SIZES, *more, *OPTIONAL_SIZES):
         value = raw.get(key)
         if value is None and key in OPTIONAL_SIZES:
             continue

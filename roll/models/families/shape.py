@@ -13,6 +13,7 @@ from roll.hub.names import CONFIG_NAME
 from roll.models.families.family import LayerTraits, ModelFamily
 from roll.models.families.hf_config import UnsupportedModel, read_model_config, rotary_values
 from roll.models.families.layouts import GroupedQKV, Vocabulary, padded_vocabulary
+from roll.models.families.mixture import Mixture
 from roll.models.families.registry import family_of
 from roll.models.families.weights import WeightRule
 
@@ -53,7 +54,7 @@ class LocalAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with RMSNorm, grouped-query attention, rotary embedding and a gated MLP.
+    """Shape of a decoder with RMSNorm, grouped-query attention, rotary embedding and a gated MLP, or experts.
 
     Queries are multiplied by `query_scale`; None is 1 / root of `head_dim`.
 
@@ -78,6 +79,33 @@ class ModelShape:
     query_scale: float | None = None
     value_head: bool = False
     value_bias: bool = True
+    mixture: Mixture | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of a sparse layer; 0 in a dense model."""
+        return self.mixture.experts if self.mixture else 0
+
+    @property
+    def expert_width(self) -> int:
+        return self.mixture.width if self.mixture else 0
+
+    @property
+    def expert_gate_and_up(self) -> int:
+        return 2 * self.expert_width
+
+    @property
+    def shared_width(self) -> int:
+        return self.mixture.shared_width if self.mixture else 0
+
+    @property
+    def shared_gate_and_up(self) -> int:
+        return 2 * self.shared_width
+
+    def layer_rules(self, layer: int) -> tuple[WeightRule, ...]:
+        """Weights of layer number `layer`, without its prefix; those of an expert once for all experts."""
+        sparse = self.mixture is not None and self.mixture.sparse[layer]
+        return self.family.sparse_layer if sparse else self.family.layer
 
     def padded_vocabulary(self, tensor: int) -> int:
         """Rows of the trained embedding at a tensor-parallel size."""
@@ -114,12 +142,21 @@ class ModelShape:
         """Whether every rank has tokens, where the padded vocabulary is split evenly."""
         return self.padded_vocabulary(tensor) // tensor * (tensor - 1) < self.vocabulary
 
-    def layer_parameters(self, tensor: int = 1, repeats_kv: bool = False) -> int:
-        """Parameters of one layer on one of `tensor` ranks: matrices are split, norms are not.
+    def layer_parameters(self, tensor: int = 1, repeats_kv: bool = False, layer: int = 0) -> int:
+        """Parameters of one layer on one of `tensor` ranks, without experts: matrices are split, norms are not.
 
         With more ranks than key-value heads, an engine `repeats_kv` heads, and Megatron splits them.
         """
-        return sum(self.rank_parameters(rule, tensor, repeats_kv) for rule in self.family.layer)
+        rules = (rule for rule in self.layer_rules(layer) if not rule.is_expert)
+        return sum(self.rank_parameters(rule, tensor, repeats_kv) for rule in rules)
+
+    def expert_parameters(self, stage: int, stage_layers: Sequence[int], expert: int, expert_tensor: int) -> int:
+        """Parameters of experts on one rank of one pipeline stage.
+
+        The experts are split over `expert` ranks, each of them over `expert_tensor`.
+        """
+        rules = (rule for layer in _layers(stage, stage_layers) for rule in self.layer_rules(layer) if rule.is_expert)
+        return sum(rule.count(self) // expert_tensor for rule in rules) * (self.experts // expert)
 
     def rank_parameters(self, rule: WeightRule, tensor: int, repeats_kv: bool = False) -> int:
         """Parameters of a weight on one of `tensor` ranks, with the rows that pad a vocabulary."""
@@ -139,8 +176,12 @@ class ModelShape:
         tensor: int,
         repeats_kv: bool = False,
     ) -> int:
-        """Parameters of one rank of one pipeline stage; with tied weights and several stages the last keeps a copy."""
-        count = stage_layers[stage] * self.layer_parameters(tensor, repeats_kv)
+        """Parameters of one rank of one pipeline stage without experts.
+
+        With tied weights and several stages the last keeps a copy.
+        """
+        layers = _layers(stage, stage_layers)
+        count = sum(self.layer_parameters(tensor, repeats_kv, layer) for layer in layers)
         table = self.padded_vocabulary(tensor) // tensor * self.hidden
         first, last = stage == 0, stage == len(stage_layers) - 1
         if first:
@@ -152,8 +193,10 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Weights of the matrices of all layers, without embedding and head."""
-        return self.layers * sum(rule.count(self) for rule in self.family.layer if len(rule.size) > 1)
+        """Weights of the matrices of all layers that compute one token, without embedding and head."""
+        per_token = self.mixture.per_token if self.mixture else 0
+        rules = (rule for layer in range(self.layers) for rule in self.layer_rules(layer) if len(rule.size) > 1)
+        return sum(rule.count(self) * (per_token if rule.is_expert else 1) for rule in rules)
 
     def training_operations(self, tokens: float, squares: float, scored: float) -> float:
         """Floating point operations of the model in a forward and a backward pass, as MFU counts them.
@@ -178,6 +221,11 @@ class ModelShape:
         """
         head = 0 if self.value_head else self.hidden * self.vocabulary
         return (self.matrices + head) / (self.layers * self.query_width())
+
+
+def _layers(stage: int, stage_layers: Sequence[int]) -> range:
+    first = sum(stage_layers[:stage])
+    return range(first, first + stage_layers[stage])
 
 
 def read_model_shape(folder: str | Path, value_head: bool = False, value_bias: bool = True) -> ModelShape | None:
@@ -210,9 +258,10 @@ def known_model_shape(folder: str | Path, value_head: bool = False, value_bias: 
 def model_shape(settings: Mapping[str, Any], value_head: bool = False, value_bias: bool = True) -> ModelShape:
     """The shape from settings that `check_model_config` has returned."""
     architecture = settings["architectures"][0]
+    family = family_of(architecture)
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     return ModelShape(
-        family=family_of(architecture),
+        family=family,
         architecture=architecture,
         layers=settings["num_hidden_layers"],
         hidden=hidden,
@@ -229,6 +278,7 @@ def model_shape(settings: Mapping[str, Any], value_head: bool = False, value_bia
         query_scale=None if (scalar := settings.get("query_pre_attn_scalar")) is None else float(scalar) ** -0.5,
         value_head=value_head,
         value_bias=value_bias,
+        mixture=family.mixture(settings) if family.mixture else None,
     )
 
 

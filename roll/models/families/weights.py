@@ -28,6 +28,7 @@ class WeightRule:
         engine: SGLang's parameter of all tensors together; empty: each is one under its own name.
         gguf: names of the tensors in a GGUF file.
         is_copy: of a weight of another stage; imported, but not sent or exported.
+        is_expert: one of each expert of a layer, whose number stands for `{}` in `hf`; a rank has some experts.
     """
 
     megatron: str
@@ -37,6 +38,7 @@ class WeightRule:
     engine: str = ""
     gguf: tuple[str, ...] = ()
     is_copy: bool = False
+    is_expert: bool = False
 
     def shape(self, model: ModelShape) -> tuple[int, ...]:
         """Shape of the whole parameter, without padding."""
@@ -61,6 +63,15 @@ class WeightRule:
             gguf=tuple(f"blk.{layer}.{name}" for name in self.gguf),
         )
 
+    def of_expert(self, expert: int, index: int, grouped: bool) -> WeightRule:
+        """Of one expert: number `expert` of a layer, and `index` on its rank.
+
+        Transformer Engine's `grouped` experts are parts of one module, others are modules of their own.
+        """
+        module, _, linear = self.megatron.partition(".linear")
+        name = f"{self.megatron}{index}" if grouped else f"{module}.local_experts.{index}.linear{linear}"
+        return replace(self, megatron=name, hf=tuple(name.format(expert) for name in self.hf))
+
 
 VALUE_HEAD = (
     WeightRule("value_head.weight", ("score.weight",), Replicated(), (1, "hidden")),
@@ -69,7 +80,15 @@ VALUE_HEAD = (
 """The output of a critic, under the names of HF's `...ForTokenClassification`; a reward model has no bias."""
 
 
-def stage_rules(model: ModelShape, first_layer: int, layers: int, first: bool, last: bool) -> list[WeightRule]:
+def stage_rules(
+    model: ModelShape,
+    first_layer: int,
+    layers: int,
+    first: bool,
+    last: bool,
+    experts: range | None = None,
+    grouped: bool = False,
+) -> list[WeightRule]:
     """Rules of one pipeline stage in the order of a weight update, with full names.
 
     HF names contain the layer's index in the model, Megatron names its index in the pipeline stage.
@@ -80,11 +99,15 @@ def stage_rules(model: ModelShape, first_layer: int, layers: int, first: bool, l
         layers: layers of the stage.
         first: the stage holds the embedding.
         last: the stage holds the final norm and the head, or the value head.
+        experts: numbers of those that the rank holds of each layer; None: all.
+        grouped: see `WeightRule.of_expert`.
     """
     family = model.family
     rules = [family.embedding] if first else []
     for index in range(layers):
-        rules += [rule.of_layer(index, first_layer + index, family.layer_prefix) for rule in family.layer]
+        layer = first_layer + index
+        templates = _layer_rules(model, layer, experts, grouped)
+        rules += [rule.of_layer(index, layer, family.layer_prefix) for rule in templates]
     if last:
         rules.append(family.final_norm)
         if model.value_head:
@@ -94,6 +117,15 @@ def stage_rules(model: ModelShape, first_layer: int, layers: int, first: bool, l
         elif not first:
             rules.append(replace(family.embedding, megatron=family.head.megatron, is_copy=True))
     return rules
+
+
+def _layer_rules(model: ModelShape, layer: int, experts: range | None, grouped: bool) -> Iterator[WeightRule]:
+    rules = model.layer_rules(layer)
+    yield from (rule for rule in rules if not rule.is_expert)
+    of_experts = [rule for rule in rules if rule.is_expert]
+    if of_experts:
+        for index, expert in enumerate(range(model.experts) if experts is None else experts):
+            yield from (rule.of_expert(expert, index, grouped) for rule in of_experts)
 
 
 def model_rules(model: ModelShape) -> list[WeightRule]:

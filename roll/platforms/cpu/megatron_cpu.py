@@ -20,7 +20,7 @@ REPLACED: dict[str, str] = {
     "torch.cuda.current_device": "transformer and tensor_parallel layers, rotary embedding, buffers: device=",
     "torch.cuda.current_stream": "pipeline_parallel/p2p_communication, distributed/param_and_grad_buffer",
     "torch.cuda.default_stream": "distributed/param_and_grad_buffer",
-    "torch.cuda.Stream": "distributed/distributed_data_parallel, dist_checkpointing/strategies/async_utils",
+    "torch.cuda.Stream": "distributed/distributed_data_parallel, async_utils; moe/token_dispatcher: record_event",
     "torch.cuda.Event": "transformer/cuda_graphs at import, timers",
     "torch.cuda.stream": "distributed/param_and_grad_buffer",
     "torch.cuda.synchronize": "pipeline_parallel/p2p_communication, dist_checkpointing/strategies/filesystem_async",
@@ -48,6 +48,10 @@ REPLACED: dict[str, str] = {
     "torch.empty_like": "dist_checkpointing/exchange_utils: device='cuda'",
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": "the tracker's fork and recomputation",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": "the tracker's fork and recomputation",
+    "megatron.core.tensor_parallel.mappings._gather_along_first_dim": "moe/token_dispatcher: tensors of unequal sizes",
+    "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim": "the same, in the other direction",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "moe_utils: read although only imported with an engine",
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": "split sizes as numpy, also of a CPU",
 }
 """Full name of each replaced function or class -> the parts of Megatron-Core that need the replacement."""
 
@@ -82,6 +86,7 @@ def patch_megatron_for_cpu() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _replace_in_dispatchers()
 
 
 def _replace_streams_and_devices(cuda: Any) -> None:
@@ -92,7 +97,7 @@ def _replace_streams_and_devices(cuda: Any) -> None:
     cuda.current_device = lambda: CPU
     cuda.current_stream = lambda *args, **kwargs: _NoOp()
     cuda.default_stream = lambda *args, **kwargs: _NoOp()
-    cuda.Stream = type("Stream", (_NoOp,), {})
+    cuda.Stream = type("Stream", (_NoOp,), {"record_event": lambda self, *args: _NoOp()})
     cuda.Event = type("Event", (_NoOp,), {})
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.synchronize = lambda *args, **kwargs: None
@@ -102,6 +107,52 @@ def _replace_streams_and_devices(cuda: Any) -> None:
     cuda.nvtx.range_pop = lambda *args, **kwargs: None
     cuda.memory_allocated = lambda *args, **kwargs: 0
     cuda.memory_reserved = lambda *args, **kwargs: 0
+
+
+def _replace_in_dispatchers() -> None:
+    """What the dispatchers of tokens to experts take for granted: Transformer Engine, and tensors on a GPU."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = moved
+    mappings._gather_along_first_dim = _gather_uneven(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_uneven(mappings._reduce_scatter_along_first_dim)
+
+
+def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """`gather`, also of tensors of different sizes, which gloo does not take."""
+
+    def gathered(
+        tensor: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(tensor, group, output_split_sizes, *args, **kwargs)
+        most = max(output_split_sizes)
+        parts = [tensor.new_empty(most, *tensor.shape[1:]) for _ in output_split_sizes]
+        padding = tensor.new_zeros(most - len(tensor), *tensor.shape[1:])
+        torch.distributed.all_gather(parts, torch.cat([tensor, padding]), group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gathered
+
+
+def _reduce_scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """`scatter`, also into tensors of different sizes."""
+
+    def scattered(
+        tensor: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(tensor, group, input_split_sizes, *args, **kwargs)
+        whole = tensor.clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.split(list(input_split_sizes))[group.rank()].clone()
+
+    return scattered
 
 
 def _replace_random_state(cuda: Any) -> None:

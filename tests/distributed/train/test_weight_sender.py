@@ -59,7 +59,12 @@ class Weights:
 
     tensors = {name: torch.full((2,), float(index)) for index, name in enumerate("abc")}
 
-    def gathered(self, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    source = 0
+
+    def takes_part(self, receivers: Any) -> bool:
+        return True
+
+    def gathered(self, receivers: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.tensors.items())
 
     def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:

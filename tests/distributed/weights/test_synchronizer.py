@@ -140,7 +140,7 @@ def test_the_way_of_weights_follows_from_where_the_clusters_are(
             choose_transport(train, infer, "shared_memory")
     if backend is not None:
         made = BroadcastTransport(train, infer, 1.0, 1 << 20)
-        made.sources = [StageSource(0, [], "10.0.0.1")]
+        made.sources = [StageSource(0, [], "10.0.0.1", frozenset())]
         asyncio.run(made.connect())
         assert {(group.backend, group.port, group.world_size) for group in groups} == {(backend, 5555, 3)}
 
@@ -415,7 +415,7 @@ class Trainer:
     role = "actor_train"
 
     async def call(self, ranks: None, method: Any) -> list[StageSource]:
-        return [StageSource(0, [WeightSpec("w", (1,), "float32")], "127.0.0.1")]
+        return [StageSource(0, [WeightSpec("w", (1,), "float32")], "127.0.0.1", frozenset("w"))]
 
 
 def trainer_error(kind: str, method: str) -> ClusterError:
@@ -681,7 +681,7 @@ def test_engines_leave_a_broadcast_group_whose_trainer_does_not_and_the_next_att
         train: Any = Members(0)
         infer: Any = Members(1)
         transport = BroadcastTransport(train, infer, 1.0, 1 << 20)
-        transport.sources = [StageSource(0, [], "10.0.0.1")]
+        transport.sources = [StageSource(0, [], "10.0.0.1", frozenset())]
         await transport.connect()
         with pytest.raises(ClusterError, match="leave_broadcast_group"):
             await transport.disconnect()

@@ -86,3 +86,19 @@ def test_on_gpus_an_engine_rank_reads_from_the_training_rank_on_its_device(layou
     assert handle_sources(layout, train, infer, "cuda") == sources
     sources = [layout.rank(0, 0, stage) for stage in range(layout.pipeline)]
     assert handle_sources(layout, train, infer, "cpu") == [[source] * len(infer) for source in sources]
+
+
+def test_an_expert_is_in_one_bucket_apart_from_dense_weights() -> None:
+    experts = [WeightSpec(f"{expert}.{part}", (4,), "float32", expert) for expert in "ab" for part in ("up", "down")]
+    buckets = make_buckets([WeightSpec("norm", (1,), "float32"), *experts], 40)
+    assert [[spec.name for spec in bucket.specs] for bucket in buckets] == [
+        ["norm"],
+        ["a.up", "a.down"],
+        ["b.up", "b.down"],
+    ]
+
+
+@pytest.mark.parametrize(("sent", "message"), [("ab", "c is sent by no stage"), ("abcd", "d is not of the model")])
+def test_the_sent_tensors_are_those_of_the_model(sent: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_stages([[WeightSpec(name, (1,), "float32") for name in sent]], frozenset("abc"))

@@ -9,13 +9,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from roll.lab.rehearse.model import SHAPE
+from roll.models.families.registry import family_named
 from tests.configs.samples import MODEL
 
 
-def write_small_config(folder: Path) -> str:
+def write_small_config(folder: Path, family: str = "qwen2") -> str:
     """The config.json of a rehearsal's model, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    values = SHAPE | {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 270, "max_position_embeddings": 32768}
+    known = family_named(family)
+    values = SHAPE | dict(known.rehearsal.shape) | {"vocab_size": 270, "max_position_embeddings": 32768}
+    values["architectures"] = [known.architecture]
     (folder / "config.json").write_text(json.dumps(values))
     return str(folder)
 

@@ -23,7 +23,14 @@ from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-d
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.configs.devices.megatron import LAYER_SPLITS
-from roll.distributed.train.checkpoint.optimizer_pieces import Piece, held_states, load_pieces, pieces_of, save_pieces
+from roll.distributed.train.checkpoint.optimizer_pieces import (
+    HeldState,
+    Piece,
+    held_states,
+    load_pieces,
+    pieces_of,
+    save_pieces,
+)
 from roll.distributed.train.checkpoint.safe_loading import check_metadata, only_data
 from roll.distributed.train.megatron_optimizer import parts
 
@@ -81,8 +88,7 @@ def begin_save(
     models = _models(wrapped)
     pieces: list[Piece] | None = None
     if written_as == PIECES:
-        (part,) = parts(optimizer)
-        pieces = pieces_of(list(held_states(part)), models)
+        pieces = pieces_of(_held(optimizer), models)
     state = _sharded_state(models, optimizer, written_as, loading=False)
     state |= {"random": _random_state(), "optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
@@ -98,8 +104,12 @@ def begin_save(
 
 def _format(optimizer: MegatronOptimizer) -> dict[str, str]:
     """PIECES where each data rank holds a part of the state; any other optimizer is Megatron's to save."""
-    (part,) = parts(optimizer)
-    return PIECES if hasattr(part, "gbuf_ranges") else EARLIER
+    return PIECES if all(hasattr(part, "gbuf_ranges") for part in parts(optimizer)) else EARLIER
+
+
+def _held(optimizer: MegatronOptimizer) -> list[HeldState]:
+    """What this rank holds of the state of all optimizers: that of experts is one of its own."""
+    return [held for part in parts(optimizer) for held in held_states(part)]
 
 
 def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
@@ -145,21 +155,20 @@ def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: M
 
 @torch.no_grad()
 def _load_pieces(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    (part,) = parts(optimizer)
-    held = list(held_states(part))
-    load_pieces(folder, pieces_of(held, _models(wrapped)))
-    if part.config.use_precision_aware_optimizer:  # it gives copies where it scales its states
-        for parameter, _, states in held:
-            part._set_main_param_and_optimizer_states(parameter, states)
+    held = {part: list(held_states(part)) for part in parts(optimizer)}
+    load_pieces(folder, pieces_of([each for states in held.values() for each in states], _models(wrapped)))
+    for part, of_part in held.items():
+        if part.config.use_precision_aware_optimizer:  # it gives copies where it scales its states
+            for parameter, _, states in of_part:
+                part._set_main_param_and_optimizer_states(parameter, states)
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Allocates the state of torch's Adam, which would do so on its first step, so that it can be read into."""
-    (inner,) = (part.optimizer for part in parts(optimizer))
-    if not isinstance(inner, torch.optim.AdamW):
-        return
-    for group in inner.param_groups:
-        for parameter in group["params"]:
+    for inner in (part.optimizer for part in parts(optimizer)):
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
             if not inner.state[parameter]:
                 moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter] = {"step": torch.zeros(()), **moments}
@@ -172,24 +181,35 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], written
     Megatron-Core 0.16 copies every entry of a parameter's state, finds no stored `step`, and gives all parameters one
     shared counter, which would then advance once per parameter. So the counters are restored here.
     """
-    (inner,) = parts(optimizer)
-    sharded = state.pop("param_state", None)
-    optimizer.load_state_dict(state)
-    entries = [entry for entry in inner.optimizer.state.values() if "step" in entry]
-    counters = [entry.pop("step") for entry in entries]
-    if sharded is not None:
-        getattr(inner, f"load_parameter_state_from_{written_as}")(sharded)
-    for entry, counter in zip(entries, counters, strict=True):
-        entry["step"] = counter.clone()
+    several = parts(optimizer)
+    if written_as == PIECES[FORMAT_KEY]:
+        states = [_of_part(state, part) for part in several]
+    else:
+        states = [state] if len(several) == 1 else [own for _, own in sorted(state.items())]
+    for part, own in zip(several, states, strict=True):
+        sharded = own.pop("param_state", None)
+        part.load_state_dict(own)
+        entries = [entry for entry in part.optimizer.state.values() if "step" in entry]
+        counters = [entry.pop("step") for entry in entries]
+        if sharded is not None:
+            getattr(part, f"load_parameter_state_from_{written_as}")(sharded)
+        for entry, counter in zip(entries, counters, strict=True):
+            entry["step"] = counter.clone()
+
+
+def _of_part(state: dict[str, Any], part: Any) -> dict[str, Any]:
+    """The options of a checkpoint, which are those of the dense weights, for one of the optimizers."""
+    of_experts = {"is_expert_parallel": part.param_groups[0]["is_expert_parallel"]}
+    groups = [group | of_experts for group in state["optimizer"]["param_groups"]]
+    return {**state, "optimizer": state["optimizer"] | {"param_groups": groups}}
 
 
 def _sharded_state(
     models: dict[str, Any], optimizer: MegatronOptimizer, optimizer_format: dict[str, str], loading: bool
 ) -> dict[str, Any]:
     metadata = dict(optimizer_format)  # Megatron adds the data-parallel group of this moment to it
-    if optimizer_format == PIECES:
-        (part,) = parts(optimizer)
-        return {**models, "optimizer": part.state_dict()}
+    if optimizer_format == PIECES:  # the same at layouts where experts have no optimizer of their own
+        return {**models, "optimizer": parts(optimizer)[0].state_dict()}
     return {**models, "optimizer": optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
 
 
@@ -213,6 +233,8 @@ def _layout(wrapped: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     more: dict[str, Any] = {name: int(value) for name in LAYER_SPLITS if (value := getattr(config, name))}
     if config.context_parallel_size > 1:
         more |= {"context": config.context_parallel_size}
+    if config.num_moe_experts:
+        more |= {"expert": config.expert_model_parallel_size, "expert_tensor": config.expert_tensor_parallel_size}
     if config.params_dtype != torch.float32:
         more |= {"dtype": str(config.params_dtype).removeprefix("torch.")}
     if not wrapped[0].ddp_config.use_distributed_optimizer:

@@ -1,0 +1,70 @@
+"""Checks of a mixture of experts: the experts fit the ranks, and options of experts have some to act on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from roll.base.errors import Finding, error, warning
+from roll.base.text import either
+from roll.configs.pipeline import BaseConfig
+from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.models.families.mixture import Mixture
+from roll.models.families.shape import ModelShape
+
+EXPERT_OPTIONS = ("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
+"""Options of `strategy_config` without effect in a dense model."""
+
+
+def check_experts(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape) -> Iterator[Finding]:
+    """The options of a role for experts fit the model, which `shape` describes."""
+    if shape.mixture is None:
+        yield from _check_dense(config, role, worker)
+    else:
+        yield from _check_sizes(role, worker, shape.mixture)
+
+
+def _check_dense(config: BaseConfig, role: str, worker: MegatronRoleConfig) -> Iterator[Finding]:
+    path, options = f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config
+    name = worker.model_args.model_name_or_path
+    if options.expert_model_parallel_size > 1:
+        yield error(
+            f"{path}.expert_model_parallel_size",
+            f"{options.expert_model_parallel_size}, but {name} has no experts; use 1",
+        )
+    for key in EXPERT_OPTIONS:
+        if f"{path}.{key}" in config.source.given:
+            yield warning(f"{path}.{key}", f"has no effect: {name} has no experts; leave it out")
+
+
+def _check_sizes(role: str, worker: MegatronRoleConfig, mixture: Mixture) -> Iterator[Finding]:
+    path, options, layout = f"{role}.strategy_args.strategy_config", worker.strategy_args.strategy_config, worker.layout
+    ranks, tensor = layout.expert, layout.expert_ranks // layout.expert
+    if mixture.experts % ranks:
+        fitting = either(_divisors(mixture.experts))
+        yield error(
+            f"{path}.expert_model_parallel_size", f"{ranks} does not divide {mixture.experts} experts; use {fitting}"
+        )
+    if mixture.width % tensor:
+        key = "expert_tensor" if options.expert_tensor_parallel_size else "tensor_model"
+        yield error(f"{path}.{key}_parallel_size", f"{tensor} does not divide the {mixture.width} columns of an expert")
+    if options.moe_token_dispatcher_type == "allgather" and layout.expert_ranks > layout.tensor:
+        yield error(f"{path}.moe_token_dispatcher_type", "allgather needs equal numbers of tokens; use alltoall")
+    if options.context_parallel_size > 1:
+        yield error(f"{path}.context_parallel_size", "is not available for a mixture of experts; use 1")
+    count, tensor_ranks = len(worker.device_mapping), layout.model_size
+    if not layout.expert_copies and count % tensor_ranks == 0:
+        size, stages = layout.expert_ranks * layout.pipeline, f" x pipeline parallel {layout.pipeline}"
+        sizes = f"expert tensor parallel {tensor} x expert parallel {ranks}{stages if layout.pipeline > 1 else ''}"
+        yield error(
+            f"{role}.device_mapping", f"{count} devices cannot hold {sizes}; use {math.lcm(size, tensor_ranks)}"
+        )
+    if isinstance(worker, TrainedRoleConfig) and layout.tensor > 1 and not options.sequence_parallel:
+        yield error(
+            f"{path}.sequence_parallel",
+            f"false with tensor parallel {layout.tensor} in a mixture of experts; set it to true",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

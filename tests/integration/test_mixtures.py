@@ -1,0 +1,123 @@
+"""Mixtures of experts at every layout against transformers. Each layout is spawned once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.models.tiny import write_tiny_model
+from tests.integration.megatron_scenario import TEMPERATURE, token_batch
+from tests.integration.mixture_scenario import expected_training
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+MODELS = {"qwen3_moe": {"num_hidden_layers": 2}}
+
+LAYOUTS = {
+    "ep1": ParallelLayout(),
+    "ep2": ParallelLayout(data=2, expert=2),
+    "tp2, whole experts": ParallelLayout(tensor=2, expert_tensor=1),
+    "tp2 x ep2": ParallelLayout(tensor=2, expert=2, expert_tensor=1),
+    "tp2 x ep2, split experts": ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2),
+    "pp2 x ep2": ParallelLayout(pipeline=2, data=2, expert=2),
+}
+PLAIN = {"micro_batch_size": 3}
+VARIANTS = {
+    "ep1": {
+        "plain": PLAIN,
+        "packed, recompute": {"packed": True, "megatron": {"recompute_granularity": "full"}} | PLAIN,
+    },
+    "tp2 x ep2": {"plain": PLAIN | {"packed": True}},
+}
+"""What is trained at a layout; `plain` at the others."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model(root / name, name, **options) for name, options in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def run(models, rank_pool, tmp_path_factory):
+    """Results of a layout's ranks and the folder they wrote."""
+    folders = {layout: tmp_path_factory.mktemp("layout") for layout in LAYOUTS}
+    running = {
+        layout: rank_pool.start(
+            "tests.integration.mixture_scenario:run",
+            sizes,
+            folders[layout],
+            models=models,
+            variants=VARIANTS.get(layout, {"plain": PLAIN}),
+        )
+        for layout, sizes in LAYOUTS.items()
+    }
+    return lambda layout: (running[layout].result(), folders[layout])
+
+
+@pytest.fixture(scope="module")
+def reference(models):
+    """Log-probs of transformers, and its weights after training, by model."""
+    import transformers
+
+    def load(name):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            models[name], dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+
+    found = {}
+    for name, folder in models.items():
+        batch = token_batch()
+        with torch.no_grad():
+            logits = load(name)(**batch).logits / TEMPERATURE
+        picked = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+        scored = batch["attention_mask"][:, 1:].bool()
+        found[name] = {"log_probs": torch.nn.functional.pad(torch.where(scored, picked, 0.0), (1, 0))}
+        for kind in ("gradient", "adam"):
+            model = load(name)
+            norms, _ = expected_training(model, kind)
+            model.save_pretrained(folder / kind)
+            found[name][kind] = norms, tensors_of(folder / kind)
+        found[name]["before"] = tensors_of(folder)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probs_agree_with_transformers(run, reference, layout, name):
+    """Also where data ranks that share experts have different numbers of samples and micro-batches."""
+    ranks, _ = run(layout)
+    last_stage = LAYOUTS[layout].tensor * LAYOUTS[layout].data
+    for rank in ranks[-last_stage:]:
+        expected = reference[name]["log_probs"][rank[f"rows/{name}"]]
+        for packed in (False, True):
+            torch.testing.assert_close(rank[f"log_probs/{name}/{packed}"], expected, atol=2e-5, rtol=0)
+
+
+TRAINED = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS.get(layout, {"plain": PLAIN})]
+
+
+@pytest.mark.parametrize("layout, variant", TRAINED)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_and_adam_steps_agree_with_transformers(run, reference, layout, variant, name):
+    ranks, folder = run(layout)
+    for kind, tolerance in (("gradient", 1e-5), ("adam", 1e-4)):
+        norms, tensors = reference[name][kind]
+        for rank in ranks:
+            found = [step["grad_norm"] for step in rank[f"steps/{name}/{variant}/{kind}"]]
+            assert found == pytest.approx(norms, rel=1e-4)
+        ours = tensors_of(folder / name / variant / kind)
+        assert ours.keys() == tensors.keys()
+        for key, value in tensors.items():
+            torch.testing.assert_close(
+                ours[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+            )
+    assert all(rank[f"same names/{name}/{variant}"] for rank in ranks)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
