@@ -74,17 +74,19 @@ def explain(run: Run, step: int) -> Explained:
     """The loss of a step, computed again.
 
     Raises:
-        RunError: the samples of the step were not kept, or lack what the loss reads.
+        RunError: its samples cannot be read, lack what the loss reads, or gave a loss that is not finite.
     """
     rows = run.samples(step)
     if not rows or run.dump is None:
-        raise RunError(f"--step: {step} has no samples; {_kept(run)}")
+        raise RunError(f"{step} has no samples that can be read; choose another step")
+    if any(row["step"] == step and row.get("actor/loss", 0.0) is None for row in run.rows):
+        raise RunError(f"{step} has a loss that is not finite, which no token explains; choose an earlier step")
     about = read_about(run.dump, step)
     if not about or "train_log_probs" not in rows[0]:
-        raise RunError(f"--step: {step} has samples without the log-probs of training; they are of an older version")
+        raise RunError(f"{step} is of an older version, without the log-probs of training; `roll show` prints it")
     settings = _settings(run, about["policy"])
     if settings.opd_top_k is not None:
-        raise RunError("opd_top_k: the tokens of the teacher are not kept, so its loss cannot be computed again")
+        raise RunError(f"{step} has a loss of teacher's tokens (opd_top_k), which are not kept; `roll show` prints it")
     parts = [_update(rows, number, settings, about) for number in sorted({row["update"] for row in rows})]
     moved, weights = torch.zeros(len(rows), _width(rows)), torch.zeros(len(rows), _width(rows))
     for places, gradient, values, _ in parts:
@@ -93,10 +95,6 @@ def explain(run: Run, step: int) -> Explained:
     unchecked = f"ppo_epochs: {passes} passes, and the log-probs of the first are kept" if passes > 1 else ""
     found = {} if unchecked else _differences(run, step, [metrics for *_, metrics in parts])
     return Explained(step, rows, moved, weights, found, unchecked)
-
-
-def _kept(run: Run) -> str:
-    return f"kept are {', '.join(map(str, run.dumped))}" if run.dumped else "rollout_dump_steps says how many keep them"
 
 
 def _settings(run: Run, values: Mapping[str, Any]) -> PolicySettings:
@@ -230,7 +228,8 @@ def unusual(run: Run, step: int) -> list[tuple[str, float, float]]:
 
 def views(run: Run, explained: Explained) -> list[Table | str]:
     """What is printed: sentences, then tables of shares, groups, tokens, and unusual metrics."""
-    return [_sentences(explained), _shares(explained), *_examples(run, explained), _unusual(run, explained.step)]
+    carried = [_shares(explained), *_examples(run, explained)] if bool(explained.moved.any()) else []
+    return [_sentences(explained), *carried, _unusual(run, explained.step)]
 
 
 def _sentences(explained: Explained) -> str:

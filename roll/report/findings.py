@@ -362,8 +362,5 @@ def _correlation(left: Sequence[float], right: Sequence[float]) -> float:
 
 def _names(run: Run, prefix: str) -> list[str]:
     """Names of metrics that begin so, sorted."""
-    counts: defaultdict[str, int] = defaultdict(int)
-    for row in run.rows:
-        for name in row:
-            counts[name] += name.startswith(prefix)
+    counts = Counter(name for row in run.rows for name in row if name.startswith(prefix))
     return sorted(name for name, count in counts.items() if count > 1)

@@ -6,7 +6,7 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
@@ -54,7 +54,7 @@ CHARTS = (
     Chart("curves", "Validation loss", "验证损失", ["val/loss"]),
     Chart("curves", "Reward", "奖励", [REWARD]),
     Chart("curves", "Training loss", "训练损失", ["actor/loss"]),
-    Chart("lengths", "Response length", "回答长度", ["rollout/response_length_mean", "rollout/response_length_max"]),
+    Chart("lengths", "Response length", "回答长度", [f"rollout/response_length_{p}" for p in ("mean", "p90", "max")]),
     Chart("curves", "Entropy", "熵", ["actor/entropy"]),
     Chart("curves", "Gradient norm", "梯度范数", ["actor/grad_norm"]),
     Chart("curves", "Distance to the sampling policy", "与采样策略的距离", ["correction/behavior_k3"]),
@@ -260,7 +260,7 @@ def _configuration(runs: Sequence[Run]) -> str:
     """Keys that the file gave; of several runs the keys and versions that differ."""
     if not any(run.config for run in runs):
         return f"<p class=empty>{text('no_config').html()}</p>"
-    given = [dict(_given(run)) for run in runs]
+    given = [_given(run) for run in runs]
     keys = list(dict.fromkeys(key for each in given for key in each))
     rows = [
         (key, [each.get(key, json.dumps(run.key(key))) for each, run in zip(given, runs, strict=True)]) for key in keys
@@ -274,16 +274,16 @@ def _configuration(runs: Sequence[Run]) -> str:
         note = text("keys_differ") if rows else text("same_keys")
     head = "" if len(runs) == 1 else "<tr><th><th>" + "<th>".join(html.escape(run.name) for run in runs)
     lines = "".join(
-        f"<tr><td><code>{html.escape(key)}</code>"
+        f"<tr><td><code>{html.escape(key).replace('.', '.<wbr>')}</code>"
         + "".join(f"<td><code>{html.escape(value)}</code>" for value in values)
         for key, values in rows
     )
     return f"<p class=dim>{note.html()}</p><div class=wide><table>{head}{lines}</table></div>"
 
 
-def _given(run: Run) -> Iterable[tuple[str, str]]:
-    for key in run.key("source.given", []):
-        yield str(key), json.dumps(run.key(str(key)), ensure_ascii=False)
+def _given(run: Run) -> dict[str, str]:
+    keys = run.key("source.given")
+    return {str(k): json.dumps(run.key(str(k)), ensure_ascii=False) for k in keys} if isinstance(keys, list) else {}
 
 
 def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -42,9 +42,7 @@ LIVE_SPANS = 3_000
 CHANGED_BY_RESUMING = {"resume_from_checkpoint", "max_steps", "source"}
 """Keys that may change when a run continues."""
 
-WORDS = (
-    *("live_running", "live_ended", "f_died", "live_waiting", "live_gone", "live_replaced", "live_reload", "live_lost"),
-)
+WORDS = "live_running live_ended f_died live_waiting live_gone live_replaced live_reload live_lost".split()
 """Texts that the script of the page shows; most are states that `changes` returns."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from itertools import islice
@@ -36,6 +37,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
         "rollout/reward_std": statistics.pstdev(scores),
         **({"rollout/greedy_reward_mean": statistics.fmean(greedy)} if greedy else {}),
         "rollout/response_length_mean": statistics.fmean(lengths),
+        "rollout/response_length_p90": float(sorted(lengths)[math.ceil(0.9 * len(lengths)) - 1]),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/sequence_length_mean": statistics.fmean(len(trajectory.ids) for trajectory in trajectories),
         "rollout/truncated_fraction": statistics.fmean(each.stop == "sequence_length" for each in trajectories),

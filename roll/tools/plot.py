@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     one = len(folders) == 1
     out = arguments.out or folders[0] / (PICTURE if one else COMPARISON)
     if out.suffix.lower() != ".png":
-        raise option_error("--out", f"{out} must end in .png")
+        raise option_error("--out", f"{out}; use a name that ends in .png")
     names = [_name(folder) for folder in folders]
     if len({*names}) < len(names):
         names = [str(folder) for folder in folders]

@@ -66,6 +66,7 @@ ROLLOUT = (
     Metric("rollout/reward_std", "score", "Standard deviation of the raw reward."),
     Metric("rollout/greedy_reward_mean", "score", "Mean raw reward of the greedy responses (adv_estimator remax)."),
     Metric("rollout/response_length_mean", "tokens", "Mean response length."),
+    Metric("rollout/response_length_p90", "tokens", "Response length that nine of ten responses do not exceed."),
     Metric("rollout/response_length_max", "tokens", "Largest response length."),
     Metric("rollout/truncated_fraction", "fraction", "Responses that ended at the length limit."),
     Metric("rollout/sequence_length_mean", "tokens", "Mean trajectory length, including prompt and environment text."),

@@ -99,7 +99,7 @@ def test_texts_of_the_run_are_text(browser: Any, page_file: Path) -> None:
     page = Opened(browser, page_file).page
     assert "roll report" in page.title()
     assert page.evaluate("document.querySelectorAll('.group b').length") == 0
-    assert HOSTILE[:20] in page.text_content("#samples")
+    assert HOSTILE[:20] in page.inner_text("#samples")
     page.click("#all summary")
     page.fill("#filter", "reward/")
     page.locator("#all .card", has_text=f"reward/{HOSTILE[:20]}").wait_for()
@@ -129,9 +129,17 @@ def test_buttons_change_language_tint_and_list_of_metrics(browser: Any, page_fil
     page.click("#all summary")
     page.fill("#filter", "ledger/sub")
     page.wait_for_function("document.querySelectorAll('#all .card').length === 1")
-    for _ in range(40):  # every control can be reached by Tab
+
+
+def test_tab_reaches_every_control(browser: Any, page_file: Path) -> None:
+    page = Opened(browser, page_file).page
+    page.click("#all summary")
+    seen = "a[href], button, input, summary, select"
+    page.evaluate(f"controls = [...document.querySelectorAll('{seen}')].filter(each => each.offsetParent)")
+    for _ in range(page.evaluate("controls.length") + 40):  # parts that scroll are stops too
         page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.tagName") != "BODY"
+        page.evaluate("controls = controls.filter(each => each !== document.activeElement)")
+    assert page.evaluate("controls.map(each => each.outerHTML)") == []
 
 
 def test_lanes_show_a_window_of_steps_and_can_be_saved(browser: Any, page_file: Path) -> None:

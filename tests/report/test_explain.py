@@ -123,8 +123,12 @@ def test_a_step_without_samples_is_an_error_that_names_the_ones_kept(tmp_path: P
     assert "nearest" in capsys.readouterr().err
 
 
-def test_samples_of_an_older_version_are_refused(tmp_path: Path) -> None:
+def test_samples_of_an_older_version_and_of_a_loss_that_is_not_finite_are_refused(tmp_path: Path) -> None:
     folder = run_of(tmp_path, ASYNC)
+    change(folder, "actor/loss", None)
+    with pytest.raises(RunError, match="not finite"):
+        explained(folder)
+    change(folder, "actor/loss", 0.5)
     (folder / "samples" / "step-000003.parquet").unlink()
     row = {"group": 0, "score": 1.0, "prompt_ids": [1], "response_ids": [2]}
     (folder / "samples" / "step-000003.jsonl").write_text(json.dumps(row) + "\n")

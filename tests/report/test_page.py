@@ -76,6 +76,29 @@ def test_a_long_run_of_many_engines_keeps_least_mean_and_largest_of_each_bucket_
     assert values["samples"][0][0]["left"] > 0 and len(page) < 1_500_000
 
 
+def losses_alone(row: dict[str, Any], _: float) -> None:
+    for name in [name for name in row if name not in ("step", "actor/loss", "actor/grad_norm", "time/step")]:
+        del row[name]
+    row["val/loss"] = 1.5
+
+
+TURN = {"observation": HOSTILE, "text": "go left", "reward": 1.0, "versions": [3]}
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "killed": ({"status": None}, "running"),
+    "agentic": ({"samples": [sample(0, 1.0, 0.5, [1, 2], episode={"turns": [TURN]})]}, "go left"),
+    "sft": ({"spoil": losses_alone, "config": {"pipeline": "sft", "adv_estimator": ""}}, "Training loss"),
+    "not finite": ({"spoil": lambda row, part: row.update({"actor/loss": None} if part > 0.5 else {})}, "not finite"),
+    "keys as a number": ({"config": {"source": {"given": 5}}}, "0 keys given"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_every_kind_have_a_page(tmp_path: Path, kind: str) -> None:
+    options, words = KINDS[kind]
+    page = make_page([read_run(write_run(tmp_path, **options))])
+    assert words in page + json.dumps(payload(page)) and "NaN" not in json.dumps(payload(page))
+
+
 def test_several_runs_show_only_what_differs(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, config={"exp_name": name, "seed": seed}) for seed, name in enumerate("ab")]
     page = make_page([read_run(folder) for folder in folders])

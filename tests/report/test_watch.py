@@ -113,42 +113,25 @@ def unpaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
     return WatchedRun(folder)
 
 
-def finish(folder: Path) -> None:
-    write_run(folder, steps=3)
+EVENTS: dict[str, tuple[Callable[[Path], object], str, list[int] | None]] = {
+    "finishes": (lambda run: write_run(run, steps=3), "live_ended", []),
+    "dies": (lambda run: (run / "health.json").write_text('{"status": "running", "valid_until": 1.0}'), "f_died", []),
+    "vanishes": (shutil.rmtree, "live_gone", None),
+    "has other settings": (lambda run: write_run(run, 3, status=None, config={"seed": 8}), "live_replaced", None),
+    "starts over": (
+        lambda run: write_run(run, 3, lambda row, _: row.update({"time/step": 2.0}), status=None),
+        "live_replaced",
+        None,
+    ),
+    "resumes before step 1": (
+        lambda run: write_run(run, 2, status=None, config={"resume_from_checkpoint": True, "max_steps": 9}),
+        "live_running",
+        [0, 1, 2],
+    ),
+}
 
 
-def vanish(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def change_settings(folder: Path) -> None:
-    write_run(folder, steps=3, status=None, config={"seed": 8})
-
-
-def start_over(folder: Path) -> None:
-    write_run(folder, steps=3, status=None, spoil=lambda row, _: row.update({"time/step": 2.0}))
-
-
-def resume(folder: Path) -> None:
-    """Continues from the validation before step 1, with other values in steps 1 and 2."""
-    write_run(folder, steps=2, status=None, config={"resume_from_checkpoint": True, "max_steps": 9})
-
-
-def die(folder: Path) -> None:
-    (folder / "health.json").write_text(json.dumps({"status": "running", "valid_until": 1.0}))
-
-
-@pytest.mark.parametrize(
-    ("happens", "state", "steps"),
-    [
-        (finish, "live_ended", []),
-        (die, "f_died", []),
-        (vanish, "live_gone", None),
-        (change_settings, "live_replaced", None),
-        (start_over, "live_replaced", None),
-        (resume, "live_running", [0, 1, 2]),
-    ],
-)
+@pytest.mark.parametrize(("happens", "state", "steps"), EVENTS.values(), ids=EVENTS)
 def test_what_a_page_is_told_when_something_happens_to_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -29,7 +29,7 @@ def test_metrics_of_a_batch():
     metrics = rollout_metrics(groups, version=4, stale_after=1) | environment_metrics(groups, "env")
     assert metrics["rollout/reward_mean"] == pytest.approx(2 / 3)
     assert metrics["rollout/reward_mean/Near"] == 1 and metrics["rollout/reward_mean/Far"] == 0
-    assert metrics["rollout/response_length_mean"] == 4 and metrics["rollout/response_length_max"] == 8
+    assert [metrics[f"rollout/response_length_{name}"] for name in ("mean", "p90", "max")] == [4, 8, 8]
     assert metrics["rollout/sequence_length_mean"] == pytest.approx((17 + 4 + 9) / 3)
     assert metrics["rollout/truncated_fraction"] == pytest.approx(1 / 3)
     assert metrics["rollout/turns_mean"] == 2 and metrics["rollout/versions_max"] == 2

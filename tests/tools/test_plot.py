@@ -63,7 +63,7 @@ def test_the_picture_may_go_elsewhere(tmp_path: Path) -> None:
         (["empty"], "RUN_DIR: empty has no metrics.jsonl; give the output_dir of a run"),
         (["early"], "RUN_DIR: early has no metrics.jsonl; wait until the first step has finished"),
         (["dull"], "RUN_DIR: dull/metrics.jsonl: nothing to plot in 1 lines"),
-        (["run", "--out", "run.pdf"], "--out: run.pdf must end in .png"),
+        (["run", "--out", "run.pdf"], "--out: run.pdf; use a name that ends in .png"),
         (["run", "--out", "run/run.json/x.png"], "--out: run/run.json/x.png cannot be written: File exists"),
     ],
 )

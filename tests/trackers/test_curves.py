@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from roll.trackers import curves
 from roll.trackers.curves import draw_curves, series, smooth
 from roll.trackers.files import JsonlTracker
@@ -16,13 +14,6 @@ def write(folder: Path, *lines: dict[str, float]) -> None:
     for step, line in enumerate(lines):
         tracker.log(step, line)
     tracker.close()
-
-
-def test_a_run_is_plotted_as_png(tmp_path: Path) -> None:
-    steps = [{"rollout/reward_mean": 0.1 * step, "time/step": 2.0, "time/train": 1.0} for step in range(6)]
-    write(tmp_path, {"val/score": 0.2}, *steps, {"val/score": 0.6, "time/step": 3.0, "time/val": 1.0})
-    picture = draw_curves([tmp_path], tmp_path / "pictures" / "curves.png", "a run")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_with_overlapped_generation_only_waiting_is_part_of_a_step(tmp_path: Path) -> None:
@@ -40,12 +31,6 @@ def test_with_overlapped_generation_only_waiting_is_part_of_a_step(tmp_path: Pat
 def test_a_run_without_rewards_plots_its_loss(tmp_path: Path) -> None:
     write(tmp_path, {"val/loss": 2.0}, {"actor/loss": 1.0}, {"actor/loss": 0.5, "val/loss": 1.0})
     assert draw_curves([tmp_path], tmp_path / "sft.png").stat().st_size > 0
-
-
-def test_a_run_with_nothing_to_plot_is_an_error_with_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="metrics.jsonl: nothing to plot in 1 lines"):
-        write(tmp_path, {"version": 0})
-        draw_curves([tmp_path], tmp_path / "none.png")
 
 
 def test_smoothing_keeps_the_length_and_the_ends() -> None:

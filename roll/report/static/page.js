@@ -3,7 +3,7 @@
 const root = document.documentElement, byId = id => document.getElementById(id);
 const css = name => getComputedStyle(root).getPropertyValue(name).trim();
 const element = (tag, cls, text) => { const made = document.createElement(tag); if (cls) made.className = cls; if (text != null) made.textContent = text; return made; };
-const format = v => v == null ? '–' : Math.abs(v) >= 1e5 ? v.toExponential(1) : Math.abs(v) >= 100 ? v.toFixed(0) : Math.abs(v) >= 10 ? v.toFixed(1) : Math.abs(v) >= .1 ? v.toFixed(2) : v === 0 ? '0' : v.toPrecision(2);
+const format = v => v == null ? '–' : Math.abs(v) >= 1e5 ? v.toExponential(1) : Math.abs(v) >= 100 ? v.toFixed(0) : Math.abs(v) >= 10 ? v.toFixed(1) : Math.abs(v) >= .1 ? v.toFixed(2) : v === 0 ? '0' : Math.abs(v) < 1e-3 ? v.toExponential(1) : v.toPrecision(2);
 
 root.lang = navigator.language.startsWith('zh') ? 'zh' : 'en';
 byId('language').onclick = () => { root.lang = root.lang === 'zh' ? 'en' : 'zh'; };
@@ -26,6 +26,10 @@ function trend(values) {
   });
 }
 
+// Distances of ticks from 10 ** from on: decimal, so that labels with as many digits are exact.
+const distances = from => Array.from({length: 18}, (_, p) => [1, 2, 5].map(m => Number(`${m}e${p + from}`))).flat();
+const ticks = (u, values, axis, space, distance) => values.map(v => Math.abs(v) >= 1e5 || distance < 1e-3 ? format(v) : v.toFixed(Math.max(0, -Math.floor(Math.log10(distance) + 1e-9))));
+
 const redraws = new Set();  // Functions that draw a part anew, after new values or for another width.
 
 // Metrics of all runs as series of a chart over the steps of any of them.
@@ -41,7 +45,7 @@ function lines(page, metrics) {
     const known = line.filter(v => v != null), colour = css('--r' + (page.runs.length > 1 ? d.r + 1 : d.m + 1));
     const dash = page.runs.length > 1 && d.m ? [4, 3] : undefined;
     const few = known.length < d.run.step.length / 3 || known.length < 12;
-    values.push({name: d.name, line, colour, few, last: known[known.length - 1]});
+    values.push({name: d.name, shown: page.runs.length === 1 || !d.m, line, colour, few, last: known[known.length - 1]});
     if (few) {
       series.push({stroke: colour, width: 2, dash, spanGaps: true, points: {show: true, size: 6, fill: css('--card'), stroke: colour}});
       data.push(line);
@@ -62,7 +66,7 @@ function chart(parent, page, title, metrics, share) {
   const show = i => {
     last.replaceChildren();
     if (i != null) last.append(element('small', '', now.steps[i] + ': '));
-    now.values.forEach((v, k) => { const part = element('span', '', (k ? ' · ' : '') + format(i == null ? v.last : v.line[i])); part.style.color = v.colour; last.append(part); });
+    now.values.filter(v => v.shown).forEach((v, k) => { const part = element('span', '', (k ? ' · ' : '') + format(i == null ? v.last : v.line[i])); part.style.color = v.colour; last.append(part); });
   };
   const draw = () => {
     if (!card.isConnected) return redraws.delete(draw);
@@ -71,7 +75,7 @@ function chart(parent, page, title, metrics, share) {
     card.hidden = !now.values.length;
     if (card.hidden) return;
     const all = now.values.flatMap(v => v.line).filter(v => v != null), least = Math.min(...all), most = Math.max(...all);
-    const constant = all.length > 2 && most - least < .02 * Math.abs(most);
+    const constant = all.length > 2 && most - least <= .02 * Math.abs(most);
     label.innerHTML = title + (constant ? `<small> ${page.words.constant}</small>` : '');
     const unit = page.units[now.values[0].name];
     const named = new Map(now.values.map(v => [v.name, v.colour]));
@@ -95,7 +99,7 @@ function chart(parent, page, title, metrics, share) {
       width, height: 152, legend: {show: false},
       cursor: {sync: {key: 'step'}, y: false, drag: {x: true, y: false}},
       scales: {x: {time: false, range: (u, a, b) => a === b ? [a - .5, b + .5] : [a, b]}, y: {range: share ? () => [0, 1] : (u, a, b) => { const room = (b - a) * .08 || Math.abs(b) * .1 || .1; return [a - room, b + room]; }}},
-      axes: [{...axis, grid: {show: false}, size: 24, space: 64}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 28, values: (u, v) => v.map(format)}],
+      axes: [{...axis, grid: {show: false}, size: 24, space: 64, incrs: distances(0)}, {...axis, grid: {stroke: css('--line'), width: 1}, size: 48, space: 24, incrs: distances(-9), values: ticks}],
       series: now.series, hooks: {setCursor: [u => show(u.cursor.idx)]},
     }, now.data, card);
     show(null);
@@ -183,11 +187,7 @@ function groups(part, page, step, tint) {
   if (found.left > 0) box.append(left(page, found.left));
 }
 
-function left(page, count) {
-  const made = element('div', 'left', '+' + count + ' '), what = made.appendChild(element('span'));
-  what.innerHTML = page.words.not_shown;
-  return made;
-}
+const left = (page, count) => { const made = element('div', 'left'); made.innerHTML = `+${count} ${page.words.not_shown}`; return made; };
 
 function samples(page) {
   document.querySelectorAll('#samples .of-run').forEach(part => {
@@ -345,6 +345,8 @@ read().then(page => {
   samples(page);
   chips();
   tips();
+  const below = () => { root.style.scrollPaddingTop = document.querySelector('header').offsetHeight + 8 + 'px'; };  // where a link goes
+  redraws.add(below), below();
   let timer;
   addEventListener('resize', () => { clearTimeout(timer); timer = setTimeout(() => redraws.forEach(draw => draw()), 100); });
   root.dataset.ready = 'true';
