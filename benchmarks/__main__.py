@@ -21,6 +21,7 @@ BENCHMARKS = (
     "generate",
     "weight_sync",
     "train_step",
+    "long_context",
     "balance",
     "overhead",
     "recording",

@@ -109,7 +109,7 @@ def measure(work: Work | None = None) -> Measurement:
 
 
 def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dict[str, list[float]]:
-    padded, packed = _megatron_steps(layout, rank, folder, work)
+    padded, packed = megatron_steps(layout, rank, folder, work)
     steps = {"transformers": _transformers_step(folder, work), "megatron": padded}
     if work.long_tail:
         steps["packed"] = packed
@@ -124,7 +124,7 @@ def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dic
 
 
 def _megatron_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> list[float]:
-    step, _ = _megatron_steps(layout, rank, folder, work)
+    step, _ = megatron_steps(layout, rank, folder, work)
     step()
     return [_time(step) for _ in range(work.repeats)]
 
@@ -180,7 +180,7 @@ def _transformers_step(folder: Path, work: Work) -> Callable[[], float]:
     return step
 
 
-def _megatron_steps(
+def megatron_steps(
     layout: ParallelLayout, rank: int, folder: Path, work: Work
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """The same step through the Megatron strategy, with padded and with packed samples."""
@@ -194,7 +194,11 @@ def _megatron_steps(
     get_platform("cpu").prepare_megatron()
     from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
-    sizes = MegatronTrainConfig(tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline)
+    sizes = MegatronTrainConfig(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+    )
     worker = ActorTrainConfig(
         model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         training_args=TrainingArguments(learning_rate=work.learning_rate),

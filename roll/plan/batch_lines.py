@@ -87,9 +87,10 @@ def _critic_lines(config: RLConfig) -> list[Line]:
 def _micro_batch_line(worker: ActorTrainConfig, samples_per_rank: int) -> Line:
     tokens = worker.training_token_limit
     if tokens is not None:
-        return Line(
-            "micro-batches", "by tokens", f"{samples_per_rank} samples in micro-batches of at most {tokens} tokens"
-        )
+        split = worker.layout.context
+        each = f", {-(-tokens // split)} on each of {split} context ranks" if split > 1 else ""
+        formula = f"{samples_per_rank} samples in micro-batches of at most {tokens} tokens{each}"
+        return Line("micro-batches", "by tokens", formula)
     count, size = worker.training_args.gradient_accumulation_steps, worker.training_args.per_device_train_batch_size
     return Line(
         "micro-batches per rank and optimizer step", count, f"{samples_per_rank} samples / {size} per micro-batch"

@@ -229,6 +229,8 @@ def _layer_values(worker: TrainedRoleConfig, shape: ModelShape, platform: str) -
     norm = (5 if platform == "cpu" and model.dtype != "fp32" else 2) * hidden
     query, kv = shape.query_width(tensor), shape.kv_width(tensor)
     attention = 2 * query + 2 * kv if engine else 4 * query + 3 * kv
+    if worker.layout.context > 1 and not engine:  # a CPU gathers keys and values again
+        attention = 3 * query + 2 * kv * (1 if platform == "cpu" else 1 + worker.layout.context)
     mlp = (3 if fused else 4) * shape.intermediate // tensor
     if shape.mixture is not None:
         mlp = _expert_values(worker, shape, fused)

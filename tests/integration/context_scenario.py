@@ -81,7 +81,7 @@ def shard(data_rank: int, data_ranks: int, kind: str) -> tuple[Batch, list[int]]
         "loss": loss,
         "loss_config": config,
         "temperature": 0.7,
-        "micro_batches": [places[:2], places[2:]],
+        "micro_batches": [places] if data_rank else [places[:2], places[2:]],  # ranks may have unequally many
         "optimizer_steps": [{"micro_batches": [places[:2], places[2:]], **counts}],
     }
     return data, rows

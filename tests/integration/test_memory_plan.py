@@ -38,6 +38,10 @@ LAYOUTS: dict[str, tuple[ParallelLayout, dict[str, tuple[dict[str, Any], str]]]]
             "attention and mlp": (SPLIT | SELECTIVE | {"recompute_modules": ["core_attn", "mlp"]}, "bf16"),
         },
     ),
+    "context parallel": (
+        ParallelLayout(context=2),
+        {"fp32": ({}, "fp32"), "bf16": ({}, "bf16"), "groups of one": (FULL, "fp32")},
+    ),
     "data parallel": (
         ParallelLayout(data=2),
         {

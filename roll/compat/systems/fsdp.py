@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from roll.base.schema import Tree
-from roll.compat.recipe import Recipe, shown
+from roll.compat.recipe import Recipe, is_count, shown
 from roll.compat.systems.roll import ROLL_VALUES
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig
 
@@ -63,6 +63,12 @@ def read_fsdp(recipe: Recipe) -> None:
         if from_fsdp:
             parts[0] = f"{name} is read as {engine}{': ' if read else ''}{parts[0]}"
         recipe.note(f"{path}.{'strategy_name' if from_fsdp else 'strategy_config'}", "; ".join(filter(None, parts)))
+
+
+def read_ulysses(recipe: Recipe, role: str, path: str) -> None:
+    """The split of sequences of FSDP: context parallelism, whose exchange needs no number of heads."""
+    if is_count(recipe.get(path)) and recipe.get(path) > 1:
+        recipe.move(path, f"{role}.strategy_args.strategy_config.context_parallel_size")
 
 
 def _translate(recipe: Recipe, role: str, given: Tree, kept: set[str]) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from roll.base.schema import declared, section_of
 from roll.compat.recipe import MEGATRON, TRAINING, Recipe, is_count, shown
 from roll.compat.rules import RuleBook
 from roll.compat.systems import roll_losses
+from roll.compat.systems.fsdp import read_ulysses
 from roll.compat.systems.roll import VISION_PART
 from roll.compat.systems.roll_rewards import read_rewards
 from roll.configs.agentic import ADJUSTMENTS
@@ -61,7 +62,8 @@ def read_roll_keys(recipe: Recipe) -> None:
     _read_distillation(recipe)
     _read_remove_padding(recipe)
     _read_frozen(recipe)
-    _read_ulysses(recipe)
+    for role in PACKED_ROLES:
+        read_ulysses(recipe, role, f"{role}.model_args.ulysses_size")
 
 
 def read_roll_recipe(recipe: Recipe, pipeline: str) -> None:
@@ -165,20 +167,6 @@ def _read_frozen(recipe: Recipe) -> None:
         elif absent:
             recipe.put(path, kept)
             recipe.note(path, f"{', '.join(absent)} has no effect: a model for text has no such part")
-
-
-def _read_ulysses(recipe: Recipe) -> None:
-    """The split of sequences that FSDP has in ROLL: context parallelism, and where there is one its exchange."""
-    for role in PACKED_ROLES:
-        path, options = f"{role}.model_args.ulysses_size", f"{role}.strategy_args.strategy_config"
-        if not is_count(recipe.get(path)) or recipe.get(path) == 1:
-            continue
-        size = recipe.take(path)
-        by_torch = recipe.get(f"{role}.model_args.attn_implementation") == "sdpa"
-        if recipe.put_new(f"{options}.context_parallel_size", size):
-            if not by_torch:
-                recipe.put_new(f"{options}.cp_comm_type", "a2a")
-            recipe.note(path, f"is read as context_parallel_size {size}{'' if by_torch else ' with cp_comm_type a2a'}")
 
 
 def _read_critic(recipe: Recipe) -> None:

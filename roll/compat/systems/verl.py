@@ -99,6 +99,7 @@ CONVERTED = """
 require_batches trigger_parameter_sync_step total_rollout_steps partial_rollout wait_prev_gen rollout.val_kwargs.*
 trainer.nnodes trainer.n_gpus_per_node rollout.nnodes rollout.n_gpus_per_node trainer.total_epochs trainer.resume_mode
 actor.ppo_mini_batch_size critic.ppo_mini_batch_size actor.clip_ratio_c
+actor.ppo_max_token_len_per_gpu critic.ppo_max_token_len_per_gpu
 reward_model.model.path reward_model.overlong_buffer.len reward_model.overlong_buffer.penalty_factor
 algorithm.rollout_correction.rollout_is rollout_is_threshold algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights
 custom_reward_function.path custom_reward_function.name
@@ -170,8 +171,8 @@ actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy cri
     critic.model.fsdp_config *.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
     *.*.megatron.*_offload critic.megatron.*_offload *.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*
     *.model.use_liger *.model.use_shm *.*.use_torch_compile *.*.use_fused_kernels *.model.enable_activation_offload
-    *.actor.entropy_from_* *.actor.entropy_checkpointing: Megatron trains with its own layout and kernels; FSDP and
-    context parallelism are not here
+    *.actor.entropy_from_* *.actor.entropy_checkpointing: Megatron trains with its own layout and kernels, not
+    those of FSDP
 *.rollout.name *.rollout.mode *.rollout.engine_kwargs *.rollout.load_format *.rollout.dtype *.rollout.layered_summon
     *.rollout.enable_chunked_prefill *.rollout.max_num_batched_tokens *.rollout.enforce_eager *.rollout.max_model_len
     *.rollout.enable_prefix_caching *.rollout.disable_log_stats: engines are SGLang's, with its defaults;

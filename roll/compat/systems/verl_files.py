@@ -6,7 +6,8 @@ from math import prod
 from typing import Any
 
 from roll.compat.recipe import NO_COUNT, Recipe, is_count, shown
-from roll.compat.systems.verl import ACTOR, LAYOUT, ROLLOUT
+from roll.compat.systems.fsdp import read_ulysses
+from roll.compat.systems.verl import ACTOR, ROLLOUT
 from roll.configs.devices.parallel_layout import parse_device_mapping, spans
 
 POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
@@ -103,9 +104,22 @@ def read_verl_file(recipe: Recipe) -> None:
         prompts = recipe.take_count(path)
         if prompts is not None:
             _read_mini_batch(recipe, role, path, prompts)
+    limit = _given(recipe, "ppo_max_token_len_per_gpu", f"{ACTOR}.", "actor.", "")
+    for role, path in (("actor_train", limit), ("critic", "critic.ppo_max_token_len_per_gpu")):
+        read_ulysses(recipe, role, path.replace("ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"))
+        _read_token_limit(recipe, role, path)
     if recipe.has("max_steps"):
         for path in ("trainer.total_epochs", "rollout.total_epochs"):
             recipe.drop(path, f"max_steps is {recipe.get('max_steps')}")
+
+
+def _read_token_limit(recipe: Recipe, role: str, path: str) -> None:
+    """The tokens of a micro-batch, of which verl counts those of one context rank."""
+    tokens = recipe.take_count(path)
+    size = recipe.get(f"{role}.strategy_args.strategy_config.context_parallel_size", 1)
+    if tokens is not None and is_count(size):
+        how = f", that is {tokens} x context_parallel_size {size}" if size > 1 else ""
+        _put(recipe, path, f"{role}.max_tokens_per_microbatch_in_train", tokens * size, how)
 
 
 def _read_switches(recipe: Recipe) -> None:
@@ -181,7 +195,8 @@ def _read_updates(recipe: Recipe, mini_batch: str) -> None:
 def _read_mini_batch(recipe: Recipe, role: str, path: str, prompts: int) -> None:
     """Sets the samples of an optimizer step; in verl each data-parallel rank has its share of them, rounded down."""
     options = recipe.section(f"{role}.strategy_args.strategy_config")
-    sizes = [options.get(name, 1) for name in LAYOUT.split()[:2]]
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = [options.get(name, 1) for name in names]
     group = recipe.get("num_return_sequences_in_group", 1)
     micro_batch = recipe.get(f"{role}.training_args.per_device_train_batch_size", 1)
     if not all(map(is_count, (*sizes, group, micro_batch))):
