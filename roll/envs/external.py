@@ -106,9 +106,16 @@ class GemEnv(ExternalEnv):
     """
 
     def make(self) -> Any:
-        """Imports GEM, which takes seconds and configures logging, where the environment is played only."""
+        """Imports GEM, which takes seconds and configures logging, where the environment is played only.
+
+        A game without a level, such as game:Wordle-v0, has the defaults of its class.
+        """
         gem: Any = import_module(GEM_PACKAGE)
         import_module(f"{GEM_PACKAGE}.envs")
+        registry = import_module(f"{GEM_PACKAGE}.envs.registration").ENV_REGISTRY
+        levels = [spec for name, spec in registry.items() if name.startswith(f"{self.config.id}-")]
+        if self.config.id not in registry and levels:  # a release that has game:Wordle-v0-easy alone
+            gem.register(self.config.id, levels[0].entry_point)
         return gem.make(self.config.id, **self.config.options)
 
     def begin(self) -> str:

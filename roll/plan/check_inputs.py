@@ -95,19 +95,23 @@ def check_environments(config: AgenticConfig, played: dict[str, Played] | None =
         for tag, env in config.custom_envs.items()
         if not env.is_agent
     ]
+    own = [trial for trial in trials if _needs_process(trial)]
     if played is not None:
-        built_in = {trial.path: _play_built_in(trial) for trial in trials if trial.env_type in BUILT_IN_ENVS}
+        built_in = {trial.path: _play_built_in(trial) for trial in trials if trial not in own}
         played |= {path: episode for path, episode in built_in.items() if isinstance(episode, Played)}
-    own = [trial for trial in trials if names_class(trial.env_type) or _is_installed(trial.env_type)]
     return try_environments(own, config.env_step_timeout_s, played) if own else []
 
 
-def _is_installed(env_type: str) -> bool:
-    """Whether it is an environment of another package, and that is here."""
-    return is_external(env_type) and package_to_install(env_type) is None
+def _needs_process(trial: EnvTrial) -> bool:
+    """Whether it runs code of the user, or of a package or server that is here."""
+    if is_external(trial.env_type):
+        return package_to_install(trial.env_type) is None
+    return names_class(trial.env_type) or bool(trial.env_config.get("tools"))
 
 
 def _play_built_in(trial: EnvTrial) -> Played | str:
+    if trial.env_type not in BUILT_IN_ENVS:
+        return f"{trial.env_type} is not here"
     try:
         return play(make_env(trial.env_type, trial.env_config))
     except ConfigError as error:  # the rules report it

@@ -18,6 +18,7 @@ from roll.configs.pipeline import BaseConfig, RLVRConfig
 from roll.envs.registry import try_environment
 from roll.loading.load import load_config
 from roll.plan.check_inputs import check_environments
+from roll.usercode.env_trial import Played
 from tests.configs.samples import AGENTIC, READ_KEYS, RECIPES, REFUSED, RLVR, agentic, recipes, rlvr, write
 
 
@@ -68,11 +69,19 @@ def test_a_class_without_a_rule_here_stops_a_run_only() -> None:
     assert "rewards.ifeval.function" not in {problem.path for problem in check(config).missing}
 
 
-@pytest.mark.parametrize(("name", "tag"), [("agentic_shop", "Shop"), ("agentic_game_steps", "Guess")])
-def test_an_environment_that_is_not_here_stops_a_run_only(name: str, tag: str) -> None:
-    config = load(name)
+def test_an_environment_that_is_not_here_stops_a_run_only() -> None:
+    config = load("agentic_shop")
     assert isinstance(config, AgenticConfig) and check_environments(config) == []
-    assert [each.path for each in check(config).missing if "env_type" in each.path] == [f"custom_envs.{tag}.env_type"]
+    assert [each.path for each in check(config).missing if "env_type" in each.path] == ["custom_envs.Shop.env_type"]
+
+
+def test_a_game_of_gem_is_played_where_gem_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, played = load("agentic_game_steps"), dict[str, Played]()
+    assert isinstance(config, AgenticConfig) and check_environments(config, played) == []
+    assert "number between 1 and" in played["custom_envs.Guess"].observations[0]
+    monkeypatch.setattr("roll.envs.external.GEM_PACKAGE", "no_gem_here")
+    missing = [each.path for each in check(load("agentic_game_steps")).missing if "env_type" in each.path]
+    assert missing == ["custom_envs.Guess.env_type"]
 
 
 def test_a_variable_of_the_environment_that_is_not_set_stops_a_run_only() -> None:

@@ -19,7 +19,7 @@ from roll.envs.registry import try_environment
 from roll.usercode.env_trial import EnvTrial, Played, play, try_environments
 from tests.configs.samples import agentic
 
-GUESS, QUESTION = "game:GuessTheNumber-v0-easy", "rg:letter_counting"
+GUESS, QUESTION = "game:GuessTheNumber-v0", "rg:letter_counting"
 
 SOURCE = """
 import string

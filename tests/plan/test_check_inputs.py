@@ -219,6 +219,19 @@ def test_environments_are_tried(folder: Path) -> None:
     assert "broken_envs.py:" in error.splitlines()[0] and error.endswith("custom_envs.Room was tried before the run")
 
 
+def test_tools_of_built_in_environments_are_tried(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"title": "no text"}')
+    tools = {
+        "Lake": {"python": {}, "mcp": {"own": {"command": [sys.executable, "-c", "1/0"]}}},
+        "Room": {"search": {"files": f"{folder}/rows.jsonl"}},
+    }
+    entries = {tag: {"env_config": {"tools": each}} for tag, each in tools.items()}
+    given = agentic(folder, f"custom_envs={yaml.safe_dump(entries, default_flow_style=True, width=9999)}")
+    server, rows = errors(check_inputs(given))
+    assert "tools.mcp.own: did not start" in server and server.endswith("custom_envs.Lake was tried before the run")
+    assert "rows.jsonl:1: has no text; name it text or contents" in rows and "custom_envs.Room was tried" in rows
+
+
 def test_an_environment_that_hangs_does_not_hang_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agentic(folder)
     overrides = ["custom_envs.Room.env_type=tests.envs.broken_envs:Hangs", "env_step_timeout_s=0.5"]

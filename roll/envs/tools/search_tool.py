@@ -62,6 +62,8 @@ class SearchTool:
         self._options = options
 
     def schemas(self) -> list[dict[str, Any]]:
+        """Makes the index, so that a file that cannot be read is found before the first search."""
+        _collection(tuple(self._options.files), self._options.passage_words)
         return [function_schema("search", DESCRIPTION, text_parameter("query", "What to look for, in a few words."))]
 
     def call(self, call: ToolCall) -> str:
