@@ -14,6 +14,7 @@ from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, option
 from roll.configs.asynchronous import exact_ratio
 from roll.configs.environments import CustomEnvConfig, EnvManagerConfig, SampleBy, check_manager
+from roll.configs.gateway import FOR_AGENTS, GatewayOptions
 from roll.configs.pipeline import VALIDATES, RLConfig
 
 ADJUSTMENTS = {
@@ -68,6 +69,9 @@ class AgenticConfig(TurnOptions, RatioOptions, RLConfig):
     )
     val_batch_size: int | None = option(
         None, "Trajectories of one validation; default: rollout_batch_size.", ge=1, only_for=VALIDATES
+    )
+    gateway: GatewayOptions = option(
+        factory=GatewayOptions, help="The endpoint through which agents call the policy.", only_for=FOR_AGENTS
     )
     max_actions_per_traj: int = option(
         10,

@@ -342,7 +342,6 @@ def check_entries(entries: Mapping[str, CustomEnvConfig], try_environment: TryEn
 
 
 def _check_agent(path: str, entry: CustomEnvConfig) -> Iterator[Finding]:
-    yield error(path, "agents are not run yet; write a TextEnv (docs/environments.md)")
     if entry.agent and entry.command:
         yield error(f"{path}.command", f"agent {entry.agent} is given too; keep one")
     elif entry.command and shutil.which(entry.command[0]) is None:

@@ -66,8 +66,6 @@ class MessageNode:
     call_ids: tuple[str, ...] = ()
     arrival: int = 0
     read: str = ""
-    asked: set[int] = field(default_factory=set)
-    """Numbers of the answers that were requested after this node."""
 
     def path(self) -> list[MessageNode]:
         """The messages from the root to this one."""

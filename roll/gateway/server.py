@@ -59,10 +59,14 @@ class Activity:
 
     async def other_than(self, known: frozenset[str]) -> frozenset[str]:
         """The names of what is being done, once they are other than `known`."""
-        while (active := frozenset(name for name, count in self._counts.items() if count)) == known:
+        while self.names == known:
             self._changed.clear()
             await self._changed.wait()
-        return active
+        return self.names
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for name, count in self._counts.items() if count)
 
 
 @dataclass(eq=False)

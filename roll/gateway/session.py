@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from roll.configs.pipeline import role_seed
 from roll.datasets.records import DatasetError
+from roll.datasets.stop_strings import text_until_stop
 from roll.datasets.templates import ConversationEncoder
 from roll.gateway.history import Continuation, History, repeated_tokens
 from roll.gateway.protocol import NEUTRAL, ChatRequest, Completion, Completions, RequestError
@@ -26,14 +27,14 @@ class Dialogue:
 
     Attributes:
         chat: encodes messages.
-        decode: the text of sampled ids, without the tokens that end an answer.
+        decode: the text of sampled ids up to the first of some stop strings, without the tokens that end an answer.
         parse_tools: reads tool calls from a text; None: there are none.
         parse_thoughts: reads thoughts from a text; None: they are content.
         strict: whether a request that asks for other sampling than the run's is an error.
     """
 
     chat: ConversationEncoder
-    decode: Callable[[list[int]], str]
+    decode: Callable[[list[int], tuple[str, ...]], str]
     parse_tools: ToolParser | None = None
     parse_thoughts: ReasoningParser | None = None
     strict: bool = False
@@ -64,6 +65,8 @@ class AgentSession:
     joined: int = 0
     failure: tuple[str, str] | None = None
     warnings: dict[str, str] = field(default_factory=dict)
+    _asked: dict[int, set[int]] = field(default_factory=dict)
+    """Numbers of the answers that were asked for, by the hash of their prompt."""
 
     def ask(self, request: ChatRequest) -> AskedTurn:
         """What to sample for a request.
@@ -83,27 +86,21 @@ class AgentSession:
         prompt = [*(place.answer.ids() if place.answer is not None else ()), *context]
         sampling = replace(sampling, max_new_tokens=self._room(request, len(prompt)))
         depth = len(place.answer.answers()) if place.answer is not None else 0
-        numbers = self._numbers(place, request.count)
+        taken = self._asked.setdefault(hash(tuple(prompt)), set())
+        numbers = list(itertools.islice((each for each in itertools.count() if each not in taken), request.count))
+        taken.update(numbers)
         asked = [self._generate(number, depth, prompt, sampling) for number in numbers]
         stops = frozenset(sampling.stop_token_ids) - {*self.spec.sampling.stop_token_ids}
         return AskedTurn(request, place, context, prompt, asked, numbers, stops)
 
     def failed(self, turn: AskedTurn, message: str) -> RequestError:
         """The refusal of a request that the engines did not answer; the numbers of its answers are used again."""
-        turn.place.node.asked.difference_update(turn.numbers)
+        self._asked[hash(tuple(turn.prompt))].difference_update(turn.numbers)
         self.failure = GENERATION_FAILED, f"{self.spec.name}: {message}"
         return RequestError(GENERATION_FAILED, message, 503)
 
-    @staticmethod
-    def _numbers(place: Continuation, count: int) -> list[int]:
-        """The lowest numbers that no other answer to these messages has."""
-        free = (number for number in itertools.count() if number not in place.node.asked)
-        numbers = list(itertools.islice(free, count))
-        place.node.asked.update(numbers)
-        return numbers
-
     def _generate(self, number: int, depth: int, prompt: list[int], sampling: SamplingParams) -> GenerateRequest:
-        """The seed of an answer is that of its number in its branch, and of its number among those to its messages."""
+        """The seed of an answer is that of its number in its branch, and of its number among those to the same ids."""
         spec = self.spec
         seed = role_seed(spec.seed, spec.name, depth, *([number] if number else []))
         return GenerateRequest(f"{spec.name}-{self.requests}-{number}", prompt, sampling, seed, spec.version)
@@ -120,15 +117,14 @@ class AgentSession:
                 path = f"{role}.generating_args.{name}" if NEUTRAL[name] is None else "gateway.request_sampling: strict"
                 raise self._refused("sampling", f"{name} {value}: this run samples at {used} ({path})")
             self.overridden += 1
-        stops = [self._stop_token(text) for text in request.stop]
-        return replace(own, stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *stops))))
-
-    def _stop_token(self, text: str) -> int:
-        ids = self.dialogue.chat.encoder.encode_text([text])[0]
-        if len(ids) != 1:
-            message = f"stop {_quoted(text)} is {len(ids)} tokens of this tokenizer; engines stop at single tokens"
-            raise self._refused("stop", message)
-        return ids[0]
+        encoded = self.dialogue.chat.encoder.encode_text(list(request.stop))
+        tokens = [ids[0] for ids in encoded if len(ids) == 1]
+        strings = [text for text, ids in zip(request.stop, encoded, strict=True) if len(ids) != 1]
+        return replace(
+            own,
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *tokens))),
+            stop_strings=tuple(dict.fromkeys((*own.stop_strings, *strings))),
+        )
 
     def _encode(self, request: ChatRequest, place: Continuation) -> list[int]:
         chat, messages = self.dialogue.chat, request.messages[place.known :]
@@ -166,12 +162,13 @@ class AgentSession:
 
     def _completion(self, turn: AskedTurn, asked: GenerateRequest, result: GenerateResult) -> Completion:
         dialogue, request, ids = self.dialogue, turn.request, result.response_ids
-        text = dialogue.decode(ids[:-1] if ids[-1] in turn.stops else ids)
+        text = dialogue.decode(ids[:-1] if ids[-1] in turn.stops else ids, self.spec.sampling.stop_strings)
+        text = text_until_stop(text, request.stop, keep=False)
         parse = dialogue.parse_tools if request.calls_tools else None
         call_id = f"call_{(asked.seed or 0) % 16**8:08x}"
         message = answered(text, request.tools, parse, dialogue.parse_thoughts, call_id)
         read = "\n".join(str(each["content"] or "") for each in request.messages[turn.place.known :])
-        self.history.add_answer(turn.place, turn.context, result, dialogue.decode(ids), message, read)
+        self.history.add_answer(turn.place, turn.context, result, dialogue.decode(ids, ()), message, read)
         reason = "length" if result.finish_reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
         return Completion(message, reason, len(ids), result.cached_prompt_tokens)
 
@@ -199,7 +196,3 @@ class AgentSession:
             "retries_joined": float(self.joined),
         }
         return SessionEnd(trajectory, self.failure, metrics, warnings=self.warnings)
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.encode("unicode_escape").decode() + '"'

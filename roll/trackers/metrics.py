@@ -92,7 +92,19 @@ ROLLOUT = (
     ),
     Metric("env/<tag>/num_actions", "actions", "Mean number of actions of a trajectory."),
     Metric("env/<tag>/<metric>", "varies", "Mean over trajectories of a metric that the environment reports."),
+    Metric("env/agent_seconds", "s", "Mean time of an agent's session in which no request of it was answered."),
     Metric("env/failures_<reason>", "environments", "Environments that failed for this reason since the run began."),
+)
+
+GATEWAY = (
+    Metric("gateway/requests", "requests", "Requests of agents whose sessions ended since the previous batch."),
+    Metric("gateway/branches_per_session", "rows", "Mean number of rows that a session is trained on as."),
+    Metric("gateway/context_tokens_repeated", "tokens", "Tokens of rows that another row of their session has too."),
+    Metric("gateway/overridden_sampling", "values", "Sampling values of requests that were replaced by the run's."),
+    Metric("gateway/retries_joined", "requests", "Requests that a client sent again and that got the first answer."),
+    Metric("gateway/cached_prompt_fraction", "fraction", "Prompt tokens that the engines had in their prefix cache."),
+    Metric("gateway/seconds_in_gateway_p50", "s", "Time of a request less its generation: median."),
+    Metric("gateway/seconds_in_gateway_p99", "s", "Time of a request less its generation: 99th percentile."),
 )
 
 STALENESS = (
@@ -272,6 +284,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Run": RUN,
     "Time": TIME,
     "Rollout": ROLLOUT,
+    "Gateway": GATEWAY,
     "Staleness": STALENESS,
     "Prompt accounting": LEDGER,
     "Advantages": ADVANTAGE,

@@ -102,7 +102,6 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, CONSTRAINED),
     ({"tool_choice": "required", "tools": [ADD]}, CONSTRAINED),
     ({"extra_body": {"guided_regex": "a+"}}, CONSTRAINED),
-    ({"stop": ["\nabc?"]}, r'stop "\nabc?" is 3 tokens of this tokenizer; engines stop at single tokens'),
     ({"messages": IMAGE}, "content of type image_url: not served here; use /v1/chat/completions with text"),
     ({"messages": [*ASKED, {"role": "assistant", "content": "a"}]}, "the last one is of the assistant"),
     ({"messages": [{"role": "narrator", "content": "a"}]}, "role 'narrator' is not one of"),
@@ -154,6 +153,18 @@ def test_an_answer_is_as_long_as_the_request_and_the_sequence_allow():
     assert short.sampling.max_new_tokens == 5
     assert long.sampling.max_new_tokens == 60 - len(long.prompt_ids)
     assert full.code == "context_length_exceeded" and end.failure[0] == "context_length_exceeded"
+
+
+def test_an_answer_ends_before_a_stop_of_the_request():
+    async def run():
+        async with serving("in abc:", "in?") as (server, address, engines):
+            answers = [(await ask(address, stop=stop)).choices[0].message.content for stop in (["c:", "\n\n"], "?")]
+            return answers, engines.requests, await server.finish(address)
+
+    answers, (strings, token), end = asyncio.run(run())
+    assert answers == ["in ab", "in"] and strings.sampling.stop_strings == ("c:", "\n\n")
+    assert token.sampling.stop_token_ids[1:] == tuple(TOKENIZER.encode("?")) and token.sampling.stop_strings == ()
+    assert [turn.text for turn in end.trajectory.all_turns] == ["in abc:", "in?"]
 
 
 def test_a_key_opens_its_session_only_and_says_when_it_ended():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
-from roll.envs.base import Turn
+from roll.envs.base import TextEnv, Turn
 from roll.envs.frozen_lake import FrozenLake
+from tests.integration.gateway_agents import reward_of
 
 KINDS, RAISES, HANGS = 32, 9, 10
 """One of 32 seeds raises and one hangs, in the second action, so that the episode has begun."""
@@ -36,3 +38,24 @@ class ThinIce(FrozenLake):
             time.sleep(SLOW_S)
         turn = super().act(text)
         return replace(turn, reward=turn.reward + 0.1 * len(set(text)))
+
+
+class Room(TextEnv):
+    """What `gateway_agents.Teller` says to the policy, as an environment of three turns."""
+
+    def rules(self) -> str:
+        return ""
+
+    def reset(self, *, seed=None, options=None):
+        """Remembers the seed."""
+        self._asked = json.dumps(seed)
+        return super().reset(seed=seed, options=options)
+
+    def begin(self) -> str:
+        self._said: list[str] = []
+        return self._asked
+
+    def act(self, text: str) -> Turn:
+        self._said.append(text)
+        over = len(self._said) == 3
+        return Turn("More?", reward_of(self._said) if over else 0.0, over)

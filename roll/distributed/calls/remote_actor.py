@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.distributed.calls.remote_call import RemoteCall
 from roll.distributed.calls.remote_errors import CallContext, ClusterError
+from roll.distributed.calls.rpc_batching import RpcClient, rpc_client
 from roll.distributed.cluster import CLOSE_TIMEOUT_S, ConcurrentWorkerActor
 from roll.distributed.processes import descendants, end, follow, log_file, process_environment
 
@@ -56,6 +57,7 @@ class RemoteActor(Generic[ObjectT]):
         self._log = log_file(config, name)
         self._actor = self._start()
         self.process: psutil.Process | None = None
+        self._client: RpcClient | None = None
         self._started: RemoteCall[int] = self._remote_call(
             "start", self._actor.process_id.remote(), config.start_timeout_s
         )
@@ -94,6 +96,22 @@ class RemoteActor(Generic[ObjectT]):
         name = method.__name__
         deadline_s = self._deadlines.get(name, self._config.rpc_timeout_s)
         return self._remote_call(name, self._actor.call.remote(name, True, *args, **kwargs), deadline_s)
+
+    def call_batched(
+        self, method: Callable[Concatenate[ObjectT, P], Awaitable[ResultT]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RemoteCall[ResultT]:
+        """As `call`, in messages that calls of one event loop share; cancelling it cancels it in the actor too."""
+        if self._client is None:
+            self._client = rpc_client(self._actor)
+        name = method.__name__
+        answer = self._client.call(name, True, *args, **kwargs)
+        deadline_s = self._deadlines.get(name, self._config.rpc_timeout_s)
+        return RemoteCall(self._context(name), [answer], lambda answers: answers[0], deadline_s)
+
+    def kill(self) -> None:
+        """Ends its process at once, without closing the object."""
+        self._ended = True
+        ray.kill(self._actor)
 
     def shutdown(self) -> None:
         """Closes the object and ends its process and child processes; may be called twice."""

@@ -11,8 +11,9 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
 from roll.configs.pipeline import role_seed
 from roll.datasets.batch import Batch
-from roll.rollout.agents.episode import Task
-from roll.rollout.agents.runner import RolloutRunner, run_all
+from roll.rollout.agents.agent_episode import AgentEpisode, AgentRuns, AgentTask
+from roll.rollout.agents.episode import Episode, Task
+from roll.rollout.agents.runner import AnyEpisode, RolloutRunner, run_all
 from roll.rollout.ledger import PromptRequest
 from roll.rollout.metrics import environment_metrics
 from roll.rollout.rollout_batch import batch_of_groups
@@ -33,14 +34,15 @@ class AgenticWorker(RolloutWorker):
     def __init__(
         self,
         config: AgenticConfig,
-        tasks: Mapping[str, Task],
+        tasks: Mapping[str, Task | AgentTask],
         sampling: Mapping[Purpose, SamplingParams],
         runner: RolloutRunner,
         environments: EnvPool,
+        agents: AgentRuns | None = None,
     ) -> None:
         super().__init__(config.samples_multiple, config.async_training.staleness_threshold)
         self._agentic, self._tasks, self._sampling = config, tasks, sampling
-        self._runner, self._environments = runner, environments
+        self._runner, self._environments, self._agents = runner, environments, agents
         self._train_tags, self._val_tags = TagCycle(config.train_env_manager), TagCycle(config.val_env_manager)
         self._train_places = self._places(config.train_env_manager)
 
@@ -74,15 +76,26 @@ class AgenticWorker(RolloutWorker):
             (group, self._runner.episodes(group, purpose, self._tasks[group.tag], count, seed, self._sampling[purpose]))
             for group in groups
         ]
+        if self._agents is not None and purpose == "train":
+            self._agents.timers.timer = timer
         if self._agentic.deterministic:
-            at_a_time = manager.num_env_groups or len(runs)
             async with places:
-                for first in range(0, len(runs), at_a_time):
-                    await self._runner.run_lockstep(runs[first : first + at_a_time], manager.group_size, timer)
-            return
+                return await self._run_deterministic(runs, manager, timer)
         await run_all(
             self._runner.run_group(group, episodes, manager.group_size, timer, places) for group, episodes in runs
         )
+
+    async def _run_deterministic(
+        self, runs: Sequence[tuple[Group, Sequence[AnyEpisode]]], manager: EnvManagerConfig, timer: Timer
+    ) -> None:
+        """Environments in lockstep, then agents one after the other."""
+        played = [(group, [each for each in found if isinstance(each, Episode)]) for group, found in runs]
+        played, at_a_time = [run for run in played if run[1]], manager.num_env_groups or len(runs)
+        for first in range(0, len(played), at_a_time):
+            await self._runner.run_lockstep(played[first : first + at_a_time], manager.group_size, timer)
+        for group, found in runs:
+            if agents := [each for each in found if isinstance(each, AgentEpisode)]:
+                await self._runner.run_in_turn(group, agents, manager.group_size, timer)
 
     def _places(self, manager: EnvManagerConfig) -> asyncio.Semaphore:
         """One for each environment that may run at a time; in lockstep one for all of them."""
@@ -98,11 +111,11 @@ class AgenticWorker(RolloutWorker):
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
         """`rollout/...`, `staleness/...` and `env/...`."""
-        failures = {
-            f"env/failures_{reason.removeprefix('env_')}": float(count)
-            for reason, count in self._environments.failures.items()
-        }
-        return super().metrics(groups, version) | environment_metrics(groups, "env") | failures
+        agents = self._agents
+        counts = [*self._environments.failures.items(), *([] if agents is None else agents.pool.failures.items())]
+        failures = {f"env/failures_{reason.removeprefix('env_')}": float(count) for reason, count in counts}
+        sessions = {} if agents is None else agents.totals.metrics()
+        return super().metrics(groups, version) | environment_metrics(groups, "env") | failures | sessions
 
     def state_dict(self) -> dict[str, Any]:
         """The settings that the groups of a checkpoint depend on; the rest follows from their numbers."""
@@ -121,7 +134,10 @@ class AgenticWorker(RolloutWorker):
                 raise ValueError(f"{name}: {value} cannot continue from a checkpoint with {before[name]}; use that")
 
     def close(self) -> None:
+        """Ends environments, agents and the gateway."""
         self._environments.close()
+        if self._agents is not None:
+            self._agents.close()
 
 
 class TagCycle:

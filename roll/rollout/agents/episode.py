@@ -50,6 +50,8 @@ class Task:
 class Episode:
     """One episode in one environment: `request` makes the next request, `add_response` takes its result."""
 
+    grace_s = 0.0
+
     def __init__(
         self,
         name: str,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 
 from roll.base.timers import Timer
 from roll.datasets.templates import ConversationEncoder
+from roll.rollout.agents.agent_episode import AgentEpisode, AgentRuns, AgentTask
 from roll.rollout.agents.episode import Episode, EpisodeFailed, Task
+from roll.rollout.agents.sessions import SessionSpec
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.rollout_worker import TIMED_OUT, Purpose
 from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams
@@ -15,6 +18,8 @@ from roll.usercode.env_pool import EnvFailure, EnvPool
 
 Decode = Callable[[list[int], tuple[str, ...]], str]
 """From sampled ids, and the stop strings of their request, to the text that an environment reads."""
+
+AnyEpisode = Episode | AgentEpisode
 
 EpisodeFailure = EpisodeFailed | EnvFailure
 """Failures of one episode; both have a `reason`."""
@@ -31,20 +36,27 @@ class RolloutRunner:
         decode: Decode,
         sequence_length: int,
         timeout_s: float,
+        agents: AgentRuns | None = None,
     ) -> None:
         self._engines, self._environments, self._chat, self._decode = engines, environments, chat, decode
-        self._sequence_length, self._timeout_s = sequence_length, timeout_s
+        self._sequence_length, self._timeout_s, self._agents = sequence_length, timeout_s, agents
 
     def episodes(
-        self, group: Group, purpose: Purpose, task: Task, count: int, seed: int, sampling: SamplingParams
-    ) -> list[Episode]:
-        """`count` episodes of a group: the same environment, with different seeds for the responses."""
+        self, group: Group, purpose: Purpose, task: Task | AgentTask, count: int, seed: int, sampling: SamplingParams
+    ) -> list[AnyEpisode]:
+        """`count` episodes of a group: the same environment or task, with different seeds for the responses."""
         names = [f"{purpose}-{group.number}-{index}" for index in range(count)]
         length, chat = self._sequence_length, self._chat
+        if isinstance(task, AgentTask):
+            assert self._agents is not None, "a run with an agent has a gateway"
+            sampling = replace(sampling, max_new_tokens=min(task.max_tokens, sampling.max_new_tokens))
+            limits = group.version, sampling, length, task.max_requests
+            sessions = [SessionSpec(name, seed, *limits) for name in names]
+            return [AgentEpisode(task, group.problem, session, self._agents) for session in sessions]
         return [Episode(name, task, group.problem, seed, sampling, length, group.version, chat) for name in names]
 
     async def run_group(
-        self, group: Group, episodes: Sequence[Episode], group_size: int, timer: Timer, places: asyncio.Semaphore
+        self, group: Group, episodes: Sequence[AnyEpisode], group_size: int, timer: Timer, places: asyncio.Semaphore
     ) -> None:
         """Runs the episodes of a group concurrently, keeps the first `group_size` that succeed and cancels the rest.
 
@@ -52,11 +64,11 @@ class RolloutRunner:
         An episode takes one of `places`, in order of arrival, while it runs. The episodes share an engine, which the
         first of them chooses.
         """
-        succeeded: list[Episode] = []
+        succeeded: list[AnyEpisode] = []
         failures: list[EpisodeFailure] = []
         chosen: int | None = None
 
-        async def run(episode: Episode) -> None:
+        async def run(episode: AnyEpisode) -> None:
             nonlocal chosen
             async with places:
                 with self._engines.assign_engine(chosen) as chosen:
@@ -76,9 +88,18 @@ class RolloutRunner:
             await cancel_all(tasks)
         _finish_group(group, sorted(succeeded[:group_size], key=episodes.index), group_size, failures)
 
-    async def _run_in_time(self, episode: Episode, engine: int, timer: Timer) -> EpisodeFailure | None:
+    async def run_in_turn(self, group: Group, episodes: Sequence[AgentEpisode], group_size: int, timer: Timer) -> None:
+        """Runs the episodes of a group one after the other, until `group_size` of them have succeeded."""
+        failed: dict[AgentEpisode, EpisodeFailure] = {}
+        for number, episode in enumerate(episodes):
+            if number - len(failed) < group_size and (failure := await self._run_in_time(episode, None, timer)):
+                failed[episode] = failure
+        succeeded = [episode for episode in episodes if episode.trajectory.stop is not None]
+        _finish_group(group, succeeded, group_size, list(failed.values()))
+
+    async def _run_in_time(self, episode: AnyEpisode, engine: int | None, timer: Timer) -> EpisodeFailure | None:
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
+            async with asyncio.timeout(self._timeout_s + episode.grace_s) as deadline:
                 return await _failure_of(self._run, episode, engine, timer)
         except TimeoutError:
             if not deadline.expired():
@@ -87,7 +108,9 @@ class RolloutRunner:
         finally:
             episode.start_close()
 
-    async def _run(self, episode: Episode, engine: int, timer: Timer) -> None:
+    async def _run(self, episode: AnyEpisode, engine: int | None, timer: Timer) -> None:
+        if isinstance(episode, AgentEpisode):
+            return await episode.run(engine)
         with timer.measure("env"):
             await episode.begin(self._environments)
         while (request := episode.request()) is not None:
@@ -155,7 +178,7 @@ class RolloutRunner:
 
 
 def _finish_group(
-    group: Group, succeeded: Sequence[Episode], group_size: int, failures: Sequence[EpisodeFailure]
+    group: Group, succeeded: Sequence[AnyEpisode], group_size: int, failures: Sequence[EpisodeFailure]
 ) -> None:
     if len(succeeded) == group_size:
         group.trajectories = [episode.trajectory for episode in succeeded]

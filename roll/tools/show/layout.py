@@ -149,9 +149,13 @@ def _episode_view(head: Text, sample: ShownSample, texts: Texts) -> RenderableTy
     parts: list[RenderableType] = [Text.assemble(head, "  ", format_advantage(sample.advantage))]
     turns, episode = sample.turns, sample.episode or {}
     outcome_in_map = False
-    for index, turn in enumerate(turns):
-        after = episode["outcome"] if index + 1 == len(turns) else turns[index + 1].observation
-        outcome_in_map = is_map(turn.observation) and is_map(after)
+    following = [*turns[1:], None]
+    for index, (turn, after_it) in enumerate(zip(turns, following, strict=True)):
+        if turn.branch and (not index or turn.branch != turns[index - 1].branch):
+            parts.append(Text(f"  branch {turn.branch}", "bold cyan"))
+        after = episode["outcome"] if after_it is None else after_it.observation
+        same = after_it is None or turn.branch == after_it.branch
+        outcome_in_map = same and is_map(turn.observation) and is_map(after)
         body = _turn_body(turn, after if outcome_in_map else "", texts)
         parts += [_turn_header(index + 1, turn), _indented(body, 4)]
     if episode["outcome"] and not outcome_in_map:

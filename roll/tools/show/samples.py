@@ -24,6 +24,7 @@ class ShownTurn:
     """One observation and the model's answer.
 
     `advantage` is the mean over the answer's tokens if each turn was a sample, None if the trajectory was one sample.
+    `branch` is the number of the branch of an agent's session, 0 where there is one only.
     """
 
     observation: str
@@ -31,6 +32,7 @@ class ShownTurn:
     reward: float
     versions: Sequence[int]
     advantage: float | None
+    branch: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,8 @@ def read_groups(folder: Path, step: int) -> list[SampleGroup]:
 def groups_of(rows: Iterable[Mapping[str, Any]]) -> list[SampleGroup]:
     """Groups in the order of the dump.
 
-    Rows with the same trajectory are turns of it and become one sample. Responses to one prompt share their id, so each
-    of their rows is a sample.
+    Rows with the same trajectory are turns or branches of it and become one sample. Responses to one prompt share their
+    id, so each of their rows is a sample.
 
     Raises:
         KeyError: a row lacks a field that every dump has.
@@ -233,7 +235,8 @@ def _turns(rows: Sequence[Mapping[str, Any]]) -> list[ShownTurn]:
             turn["text"],
             turn["reward"],
             turn["versions"],
-            _mean(row.get("advantages", [])) if len(rows) > 1 else None,
+            _mean(row.get("advantages", [])) if len(rows) > 1 and len(row["episode"]["turns"]) == 1 else None,
+            row["episode"].get("branch", 0),
         )
         for row in rows
         for turn in row["episode"]["turns"]

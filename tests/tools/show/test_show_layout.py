@@ -165,3 +165,13 @@ def test_example_in_the_docs_is_current(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
     example = page.split("## Looking at trajectories")[1].split("```")[1].strip("\n").split("\n")
     assert shown(tmp_path)[1 : len(example)] == example[1:]
+
+
+def test_the_branches_of_a_session_are_shown_one_after_the_other(tmp_path: Path) -> None:
+    first, last = trajectory([("Add 1.", "Let me see.", 0.0)], ""), trajectory([("Check.", "Fine.", 1.0)], "")
+    last.branches = [first]
+    view = shown(tmp_path, Group(0, "Solver", 3, "Solver-0", [last]))
+    said = [line.strip() for line in view]
+    assert [line for line in said if line.startswith("branch")] == ["branch 1", "branch 2"]
+    assert said.index("branch 1") < said.index("writes  Let me see.") < said.index("branch 2")
+    assert any("1 trajectory in 1 group" in line for line in said)

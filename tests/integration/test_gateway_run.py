@@ -1,0 +1,127 @@
+"""Whole runs of agents through the gateway on real engines: what is learned is what was sampled, token for token."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gateway_agents import DIES, HANGS, HOARDS, KINDS, RAISES
+from runs import assert_nothing_is_left, finish, lines, recipe, start
+from test_agentic_run import without
+from transformers import AutoTokenizer
+
+from roll.trackers.sample_files import read_samples
+from tests.integration.recorded_engines import generated_by
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STEPS, GROUP, GROUPS = 4, 4, 4
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_model_dir: Path) -> dict[str, Any]:
+    return {"pretrain": str(tiny_model_dir), "actor_train": {"data_args": {"template": "native"}}, "validation": {}}
+
+
+def agents(inputs: dict[str, Any], folder: Path, name: str = "Talker", **keys: Any) -> Path:
+    """Groups of an agent."""
+    file = recipe(
+        inputs,
+        folder,
+        **{
+            "pipeline": "agentic",
+            "max_steps": STEPS,
+            "save_steps": 2,
+            "eval_steps": 0,
+            "rollout_batch_size": GROUP * GROUPS,
+            "sequence_length": 160,
+            "max_tokens_per_step": 24,
+            "max_failure_rate": 1.0,
+            "rollout_dump_dir": str(folder / "samples"),
+            "custom_envs": {"Solver": {"agent": f"tests.integration.gateway_agents:{name}", "max_requests": 12}},
+            "train_env_manager": {"group_size": GROUP, "num_env_groups": GROUPS},
+        }
+        | keys,
+    )
+    return without(file, "rewards", "prompt_length", "response_length", "num_return_sequences_in_group")
+
+
+def dumped(folder: Path) -> list[dict[str, Any]]:
+    return [row | {"step": step} for step in range(1, STEPS + 1) for row in read_samples(folder / "samples", step)]
+
+
+def turns_of(row: dict[str, Any]) -> list[tuple[float, ...]]:
+    """The log-probs of each answer of a row; a row without `turn_index` has one."""
+    found: dict[int, list[float]] = {}
+    for turn, value in zip(row["turn_index"], row["behavior_log_probs"], strict=True):
+        found.setdefault(turn, []).append(value)
+    return [tuple(torch.tensor(values).tolist()) for values in found.values()]
+
+
+def check_sampled(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Every answer that is learned from is one that an engine generated, and none is twice."""
+    engine = [json.loads(line) for line in generated_by(folder / "run", 0).read_text().splitlines()]
+    generated = Counter(tuple(torch.tensor(each).tolist()) for each in engine)
+    learned = Counter(each for row in rows for each in turns_of(row))
+    assert not learned - generated and max(learned.values()) == 1
+
+
+def check_recomputed(rows: list[dict[str, Any]], model: str) -> None:
+    """The trainer computes the log-probs of the engine from the ids of a row; texts encode to other ids."""
+    now = [row for row in rows if set(row["weight_version"]) == {row["step"] - 1}]
+    moved = torch.cat([torch.tensor(r["old_log_probs"]) - torch.tensor(r["behavior_log_probs"]) for r in now])
+    assert len(moved) and moved.abs().max() < 2e-5
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    drifted = [row for row in rows if tokenizer.encode(tokenizer.decode(row["response_ids"])) != row["response_ids"]]
+    assert drifted, "texts of answers encode to the sampled ids, so nothing was tested"
+
+
+def check_ledger(steps: list[dict[str, Any]]) -> None:
+    for line in steps:
+        dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
+        parts = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]
+        assert parts + dropped == line["ledger/submitted"]
+        assert line["ledger/consumed"] == GROUPS * line["step"]
+
+
+def test_agents_run_ahead_across_weight_updates_and_those_that_fail_are_not_learned_from(inputs, tmp_path):
+    config = agents(
+        inputs,
+        tmp_path,
+        deterministic=False,
+        async_generation_ratio=2,
+        in_flight_policy="abort_resume",
+        old_log_probs_source="recompute",
+        actor_train__pg_variant="tis",
+        train_env_manager={"group_size": GROUP, "group_size_redundancy": 1, "num_env_groups": 2 * GROUPS},
+        trajectory_timeout_s=30.0,
+        env_step_timeout_s=20.0,
+        actor_infer__generation_timeout_s=20.0,
+        verify_weights="always",
+    )
+    code, output = finish(start(config, module="tests.integration.recorded_engines"))
+    assert code == 0, output
+    steps, rows = lines(tmp_path), dumped(tmp_path)
+    check_ledger(steps)
+    check_sampled(tmp_path, rows)
+    check_recomputed(rows, inputs["pretrain"])
+    assert any(len(set(row["weight_version"])) > 1 for row in rows), "no session continued across an update"
+    assert max(line["staleness/max"] for line in steps) <= 2
+    branches = Counter((row["step"], row["episode"]["trajectory"]) for row in rows)
+    assert set(branches.values()) == {2}, "the helper's conversation is a branch"
+    assert all(row["sample_weight"] == 0.5 for row in rows)
+    seeds = {row["episode"]["seed"] % KINDS for row in rows}
+    assert not seeds & {RAISES, HANGS, DIES, HOARDS}, "a failure was learned from"
+    last = steps[-1]
+    assert last["gateway/branches_per_session"] == 2 and last["gateway/overridden_sampling"] > 0
+    assert last["rollout/turns_mean"] == 4 and last["env/agent_seconds"] > 0
+    dropped = {name for name, value in last.items() if name.startswith("ledger/dropped_") and value}
+    assert dropped <= {
+        f"ledger/dropped_{each}" for each in ("agent_raised", "agent_hung", "agent_died", "requests_exhausted")
+    }
+    assert dropped, "no agent failed, so nothing was tested"
+    assert_nothing_is_left(tmp_path)
