@@ -375,6 +375,16 @@ def test_the_head_has_larger_chunks_on_gpus_and_one_for_gradients(tmp_path: Path
     assert bytes_of(on_cpu, "actor_train", "head gradient") == weights * (4 + 2) + states
 
 
+def test_context_ranks_share_activations_head_and_optimizer(tmp_path: Path) -> None:
+    sizes = [f"{MEGATRON}.context_parallel_size={size}" for size in (1, 2)]
+    recipe = Recipe("7B", 8).overrides()
+    one, two = (make_plan(rlvr(tmp_path, *recipe, size, text=TEXT), SERVER) for size in sizes)
+    assert bytes_of(two, "actor_train", "activations") == bytes_of(one, "actor_train", "activations") // 2
+    assert bytes_of(two, "actor_train", "optimizer") == bytes_of(one, "actor_train", "optimizer")
+    gathered = next(line for line in memory(two, "actor_train").lines if line.name == "context gather")
+    assert gathered.formula.startswith("4,096 tokens of 2 context ranks x (3 x 2 x 512 keys and values x 2 B")
+
+
 def test_the_tokens_of_a_teacher_count_with_the_training_pass(tmp_path: Path) -> None:
     teacher = (
         "adv_estimator=opd",

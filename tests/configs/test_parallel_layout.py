@@ -77,12 +77,20 @@ def test_null_means_no_devices() -> None:
     assert parse_device_mapping(None) == []
 
 
-@given(SIZES, SIZES, SIZES)
-def test_every_rank_has_its_own_coordinates(tensor: int, data: int, pipeline: int) -> None:
-    layout = ParallelLayout(tensor, data, pipeline)
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_every_rank_has_its_own_coordinates(tensor: int, data: int, pipeline: int, context: int) -> None:
+    layout = ParallelLayout(tensor, data, pipeline, context)
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
-    assert [layout.rank(at.tensor, at.data, at.pipeline) for at in places] == list(range(layout.world_size))
+    ranks = [layout.rank(at.tensor, at.data, at.pipeline, at.context) for at in places]
+    assert ranks == list(range(layout.world_size))
+
+
+def test_context_is_between_tensor_and_data() -> None:
+    layout = ParallelLayout(tensor=2, data=2, context=2)
+    assert layout.coordinates(2) == RankCoordinates(tensor=0, context=1, data=0, pipeline=0)
+    assert layout.coordinates(4) == RankCoordinates(tensor=0, context=0, data=1, pipeline=0)
+    assert [layout.padded(length) for length in (1, 4, 5)] == [4, 4, 8] and layout.round_to == 8
 
 
 def test_tensor_is_fastest_then_data_then_pipeline() -> None:

@@ -239,6 +239,10 @@ def test_every_engine_is_split_evenly_over_its_nodes(tmp_path: Path) -> None:
 def test_a_tensor_parallel_group_across_nodes_is_a_warning(tmp_path: Path) -> None:
     plan = make_plan(rlvr(tmp_path, "num_devices_per_node=3"), SERVER)
     assert any("a tensor-parallel group spans nodes and will be slow" in warning for warning in plan.warnings)
+    size = "actor_train.strategy_args.strategy_config.context_parallel_size=4"
+    plan = make_plan(rlvr(tmp_path, size, "num_devices_per_node=4"), SERVER)
+    assert any("a context-parallel group spans nodes and will be slow" in warning for warning in plan.warnings)
+    assert plan.devices[2].uses[0] == "actor_train rank 2 (tp0 cp1 dp0 pp0)"
 
 
 def test_a_plan_is_json(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def _gradients(strategy: Any) -> dict[str, torch.Tensor]:
                 own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
     weights = copy.copy(strategy.weights)
-    weights._weights = [(rule, parameter.main_grad) for rule, parameter in weights._weights]
+    weights._weights = [replace(weight, parameter=weight.parameter.main_grad) for weight in weights._weights]
     return {name: tensor.clone() for name, tensor in weights.full_tensors()}
 
 

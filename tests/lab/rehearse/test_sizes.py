@@ -14,9 +14,12 @@ from roll.loading.load import build_config
 from tests.configs.samples import MODEL
 
 
-def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: int = 1, **more: Any) -> Placement:
+def placed(
+    train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: int = 1, context: int = 1, **more: Any
+) -> Placement:
     """The placement of a recipe with these device mappings and sizes."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    sizes["context_parallel_size"] = context
     tree = {
         "pretrain": MODEL,
         "response_length": 10,
@@ -41,6 +44,13 @@ def placed(train: str, infer: str, tensor: int = 1, pipeline: int = 1, engine: i
         # at most two engines, so on shared devices each has two
         ({"train": "0-7", "infer": "0-7", "tensor": 2}, Layout(2, 2), Layout(2, 2), 0),
         ({"train": "0", "infer": "0"}, Layout(), Layout(), 0),
+        # context parallelism is the last to be lost
+        (
+            {"train": "0-31", "infer": "32-33", "tensor": 2, "pipeline": 2, "context": 4},
+            Layout(2, 1, 1, 2),
+            Layout(),
+            4,
+        ),
         # three sizes and two engines do not fit: data parallelism is lost, and on shared devices nothing
         ({"train": "0-7", "infer": "8-9", "tensor": 2, "pipeline": 2}, Layout(2, 1, 2), Layout(1, 2), 4),
         ({"train": "0-7", "infer": "0-7", "tensor": 2, "pipeline": 2, "engine": 4}, Layout(2, 2, 2), Layout(4, 2), 0),
