@@ -22,7 +22,7 @@ MOST_POINTS = 2_000
 """Values of a curve; a longer run keeps the least, the mean and the largest of each bucket of steps."""
 
 MOST_PARTS = 8
-"""Tags, and numbers of rewards, that are drawn among the curves; `all metrics` has all of them."""
+"""Numbers of rewards that are drawn among the curves; `all metrics` has all of them."""
 
 PLAIN_BYTES = 100_000
 """Data up to this size stands in the page as it is; more is compressed."""
@@ -40,12 +40,12 @@ REWARD = "rollout/reward_mean"
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its title in both languages, the metrics it draws, and whether they are shares from 0 to 1."""
+    """A chart: its title in both languages, its metrics or how they begin, and whether they are shares from 0 to 1."""
 
     section: str
     english: str
     chinese: str
-    metrics: Sequence[str]
+    metrics: Sequence[str] | str
     share: bool = False
 
 
@@ -53,6 +53,7 @@ CHARTS = (
     Chart("curves", "Validation score", "验证得分", ["val/score"]),
     Chart("curves", "Validation loss", "验证损失", ["val/loss"]),
     Chart("curves", "Reward", "奖励", [REWARD]),
+    Chart("curves", "Reward by tag", "各标签的奖励", f"{REWARD}/"),
     Chart("curves", "Training loss", "训练损失", ["actor/loss"]),
     Chart("lengths", "Response length", "回答长度", [f"rollout/response_length_{p}" for p in ("mean", "p90", "max")]),
     Chart("curves", "Entropy", "熵", ["actor/entropy"]),
@@ -289,11 +290,8 @@ def _given(run: Run) -> dict[str, str]:
 def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str, Any]:
     meanings = {metric.name: [metric.unit, metric.meaning] for metrics in SECTIONS.values() for metric in metrics}
     names = sorted({name for run in runs for row in run.rows for name in row})
-    tags, parts = (
-        [name for name in names if name.startswith(prefix)][:MOST_PARTS] for prefix in (f"{REWARD}/", "reward/")
-    )
-    charts = [*CHARTS, Chart("curves", "Reward by tag", "各标签的奖励", tags)]
-    charts += [Chart("curves", name, name, [name]) for name in parts]
+    parts = [name for name in names if name.startswith("reward/")][:MOST_PARTS]
+    charts = [*CHARTS, *(Chart("curves", name, name, [name]) for name in parts)]
     return {
         "runs": [run_curves(run) for run in runs],
         "charts": [asdict(chart) | {"title": bilingual(chart.english, chart.chinese)} for chart in charts],

@@ -185,9 +185,11 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         before = page.evaluate(top)
 
         shutil.copy(newest, newest.with_stem("step-000061"))
-        append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0})
+        tags = {f"rollout/reward_mean/{tag}": 0.5 for tag in ("plus", "minus")}
+        append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0} | tags)
         page.locator(".bar", has_text="61 steps").wait_for(timeout=3000)
         assert [each.inner_text() for each in page.locator(".card:has-text('val/score') em").all()] == ["0.90"] * 2
+        assert page.locator(".card:has-text('Reward by tag') em span:visible").count() == 2
         assert page.input_value("#filter") == "val/score" and abs(page.evaluate(top) - before) < 2
         assert page.input_value("#samples select") == "60"  # which the new buttons do not have
         page.click("[data-step='61']")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from roll.base.errors import RunError
-from roll.trackers.files import DiskFullError, JsonlTracker, is_disk_full, read_metrics, write_in_place, write_whole
+from roll.trackers.files import (
+    DiskFullError,
+    JsonlTracker,
+    find_origin,
+    is_disk_full,
+    read_metrics,
+    write_in_place,
+    write_whole,
+)
 
 
 @pytest.fixture
@@ -23,6 +32,17 @@ def logged(path: Path, *steps: int, resume: int | None = None) -> None:
     for step in steps:
         tracker.log(step, {"step": step, "actor/loss": step / 10})
     tracker.close()
+
+
+def test_the_origin_of_a_run_is_the_commit_of_its_recipe_and_whether_it_has_changed_since(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@localhost"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True)
+    commit = find_origin(tmp_path)["commit"]
+    (tmp_path / "recipe.yaml").write_text("max_steps: 3")
+    assert find_origin(tmp_path)["commit"] == f"{commit}-dirty" and len(commit) >= 7
+    assert "commit" not in find_origin(tmp_path / "nowhere")
 
 
 def test_a_line_is_one_object_with_step_first_and_sorted_names(path: Path) -> None:

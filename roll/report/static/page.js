@@ -32,9 +32,12 @@ const ticks = (u, values, axis, space, distance) => values.map(v => Math.abs(v) 
 
 const redraws = new Set();  // Functions that draw a part anew, after new values or for another width.
 
+const known = page => [...new Set(page.runs.flatMap(run => Object.keys(run.data)))].sort();
+
 // Metrics of all runs as series of a chart over the steps of any of them.
 function lines(page, metrics) {
   const drawn = [];
+  if (typeof metrics === 'string') metrics = known(page).filter(name => name.startsWith(metrics)).slice(0, 8);
   page.runs.forEach((run, r) => metrics.forEach((name, m) => { if (run.data[name]) drawn.push({run, r, name, m}); }));
   const steps = [...new Set(drawn.flatMap(d => d.run.step))].sort((a, b) => a - b);
   const at = new Map(steps.map((step, i) => [step, i]));
@@ -113,8 +116,7 @@ function allMetrics(page) {
   let timer;
   const draw = () => {
     grid.replaceChildren();
-    const names = [...new Set(page.runs.flatMap(run => Object.keys(run.data)))].sort();
-    const found = names.filter(name => name.includes(input.value.trim().toLowerCase()));
+    const found = known(page).filter(name => name.includes(input.value.trim().toLowerCase()));
     found.slice(0, 60).forEach(name => chart(grid, page, element('i', '', name).innerHTML, [name], false));
   };
   details.addEventListener('toggle', () => { if (details.open) draw(); });
