@@ -1,8 +1,9 @@
 """Runs in which processes die or stop at random moments, or a checkpoint is damaged: does every run finish?
 
-    python -m benchmarks.faults --rounds 40 --json FILE [--seed 0]
+    python -m benchmarks.faults --rounds 40 --json FILE [--seed 0] [--pipelines gateway]
 
-Each round is a run with a fault drawn at random, RLVR or agentic, at ratio 0, 1 or 3. It passes if the fault happened,
+Each round is a run with a fault drawn at random, at ratio 0, 1 or 3: RLVR, agents in environments, or (gateway) agents
+that call the policy, half of which fail or do what they must not. It passes if the fault happened,
 the run ends by itself with every step (after a killed driver: once it is started again), every prompt is accounted for
 and learned from at most once, and no process, shared memory or Ray session is left.
 """
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,11 @@ STOPPED = (ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER)
 
 FAULTS = (ENGINE, ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT)
 
+PIPELINES = ("rlvr", "agentic", "gateway")
+
+FAULTY = "faulty_agents.txt"
+"""File in the folder of a round with what its agents did, a line each."""
+
 RLVR: dict[str, Any] = {
     "pipeline": "rlvr",
     "platform": "cpu",
@@ -101,6 +109,7 @@ class Round:
         step: after whose line it happens.
         delay_s: after that line.
         events: what the run noticed and did, in order.
+        agents: what agents of the gateway did that they must not, and how many.
     """
 
     pipeline: str
@@ -113,15 +122,16 @@ class Round:
     problems: list[str]
     events: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    agents: dict[str, int] = field(default_factory=dict)
 
 
-def draw(chance: random.Random) -> Round:
+def draw(chance: random.Random, pipelines: Sequence[str] = PIPELINES) -> Round:
     """A round; the rollout process exists at a ratio above 0 only."""
     fault = chance.choice(FAULTS)
     ratio = chance.choice((1, 3)) if fault == ROLLOUTER else chance.choice((0, 1, 3))
     how = chance.choice(("kill", "stop")) if fault in STOPPED else "kill"
     each = Round(
-        pipeline=chance.choice(("rlvr", "agentic")),
+        pipeline=chance.choice(pipelines),
         ratio=ratio,
         engines=chance.choice((1, 2)),
         fault=fault,
@@ -137,8 +147,8 @@ def draw(chance: random.Random) -> Round:
 
 def write_config(folder: Path, model: Path, each: Round) -> Path:
     """The recipe of a round."""
-    tree: dict[str, Any] = dict(AGENTIC if each.pipeline == "agentic" else RLVR)
-    if each.pipeline == "agentic":
+    tree: dict[str, Any] = dict(RLVR if each.pipeline == "rlvr" else AGENTIC)
+    if each.pipeline != "rlvr":
         tree |= {"rollout_batch_size": 16, "sequence_length": 256, "max_tokens_per_step": 32}
         tree["train_env_manager"] = {"group_size": 4, "num_env_groups": GROUPS, "max_env_num_per_worker": 4}
         tree["actor_infer"] = {
@@ -149,6 +159,15 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
         write_problems(folder, seed=3, train=PROMPTS, val=4, levels=(1,))
         data = {"file_name": [f"{folder}/train.jsonl"], "shuffle": False}
         tree["actor_train"] = {**RLVR["actor_train"], "data_args": data}
+    if each.pipeline == "gateway":
+        tree |= {
+            "custom_envs": {"Faulty": {"agent": "tests.integration.faulty_agent:Faulty", "max_requests": 20}},
+            "train_env_manager": {**tree["train_env_manager"], "group_size_redundancy": 4},
+            "system_envs": {"FAULTY_AGENTS": str(folder / FAULTY)},
+            "max_failure_rate": 1.0,
+            "trajectory_timeout_s": 15,
+        }
+        tree["actor_infer"]["generation_timeout_s"] = 15
     tree |= {
         "pretrain": str(model),
         "num_devices_per_node": 1 + each.engines,
@@ -223,10 +242,10 @@ def cause_fault(run: subprocess.Popen[str], folder: Path, each: Round) -> list[s
     return []
 
 
-def play(number: int, model: Path, seed: int) -> Round:
+def play(number: int, model: Path, seed: int, pipelines: Sequence[str] = PIPELINES) -> Round:
     """One round; its `problems` are empty if it passed."""
     chance = random.Random(seed * 1000 + number)
-    each, began = draw(chance), time.monotonic()
+    each, began = draw(chance, pipelines), time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     before = shared_files()
     config = write_config(folder, model, each)
@@ -256,6 +275,9 @@ def play(number: int, model: Path, seed: int) -> Round:
     sessions = temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}")
     each.problems += [f"Ray session left: {path}" for path in sessions]
     log = folder / "run" / EVENTS_FILE
+    each.agents = Counter((folder / FAULTY).read_text().splitlines()) if (folder / FAULTY).exists() else {}
+    if each.pipeline == "gateway" and not each.agents:
+        each.problems.append("no agent failed")
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
     if each.fault == CHECKPOINT and "checkpoint skipped" not in each.events:
         each.problems.append("the run did not notice the damaged checkpoint")
@@ -355,14 +377,15 @@ def main() -> None:
     parser.add_argument("--json", required=True, help="file for the report")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pipelines", nargs="+", choices=PIPELINES, default=PIPELINES)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(Path(folder) / "model")
         rounds = []
         for number in range(arguments.rounds):
-            each = play(number, model, arguments.seed)
+            each = play(number, model, arguments.seed, arguments.pipelines)
             rounds.append(each)
-            state = f"ok {each.events}" if not each.problems else f"FAILED {each.problems}"
+            state = f"ok {each.events} {each.agents or ''}" if not each.problems else f"FAILED {each.problems}"
             what = f"{each.pipeline}, ratio {each.ratio}, {each.engines} engines: {each.how} {each.fault}"
             print(f"{number + 1:3} {each.seconds:6.1f} s  {what}: {state}", flush=True)
     passed = sum(not each.problems for each in rounds)

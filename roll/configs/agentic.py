@@ -47,6 +47,13 @@ def _some_entry_lacks(*keys: str) -> Condition:
     return Condition(holds, f"every entry of custom_envs has its own {keys[0]}", ("custom_envs",))
 
 
+SOME_ENVIRONMENT = Condition(
+    lambda config, _: not all(entry.is_agent for entry in config.custom_envs.values()),
+    "every entry of custom_envs is an agent, which trajectory_timeout_s ends",
+    ("custom_envs",),
+)
+
+
 def _frozen_lake() -> dict[str, CustomEnvConfig]:
     options = {"size": 4, "p": 0.8, "is_slippery": False, "format_penalty": -0.01}
     return {"FrozenLake": CustomEnvConfig(env_type="frozen_lake", env_config=options)}
@@ -92,7 +99,10 @@ class AgenticConfig(TurnOptions, RatioOptions, RLConfig):
         "env_manager_cls, or traj.",
     )
     env_step_timeout_s: float = option(
-        60.0, "Maximum duration of one reset or step of an environment; after it the trajectory has failed.", gt=0
+        60.0,
+        "Maximum duration of one reset or step of an environment; after it the trajectory has failed.",
+        gt=0,
+        only_for=SOME_ENVIRONMENT,
     )
     trajectory_timeout_s: float = option(
         3600.0,
@@ -234,10 +244,9 @@ def _check_turns(path: str, tokens: int, turns: int, config: AgenticConfig) -> I
 
 def _check_deadlines(config: AgenticConfig) -> Iterator[Finding]:
     whole = config.trajectory_timeout_s
-    parts = {
-        "env_step_timeout_s": config.env_step_timeout_s,
-        "actor_infer.generation_timeout_s": config.actor_infer.generation_timeout_s,
-    }
+    parts = {"actor_infer.generation_timeout_s": config.actor_infer.generation_timeout_s}
+    if SOME_ENVIRONMENT.holds(config, config):
+        parts["env_step_timeout_s"] = config.env_step_timeout_s
     for path, part in parts.items():
         if part > whole:
             yield error(

@@ -161,15 +161,19 @@ def resident_bytes() -> int:
     """Resident memory of this process and its descendants, in bytes.
 
     A page that several processes share counts for each of them, so this is an upper bound. The exact figure (PSS) costs
-    a hundred times as much to read.
+    a hundred times as much to read. A process that was forked and runs the same program as its parent, such as one of
+    hundreds of agents, counts with what it has more than its parent.
     """
     own = psutil.Process()
-    total = 0
+    total, seen = 0, dict[int, tuple[list[str], int]]()
     for process in [own, *own.children(recursive=True)]:
         try:
-            total += process.memory_info().rss
+            resident, command, parent = process.memory_info().rss, process.cmdline(), process.ppid()
         except psutil.NoSuchProcess:
             continue
+        seen[process.pid] = command, resident
+        inherited = seen[parent][1] if parent in seen and seen[parent][0] == command else 0
+        total += max(0, resident - inherited)
     return total
 
 

@@ -76,9 +76,14 @@ def check_inputs(config: BaseConfig) -> Report:
                 limit = f"more than max_failure_rate {config.max_failure_rate:g} of the groups of a batch fail"
                 failure = episode.failure.splitlines()[0]
                 report.warn(path, f"failed in a part of its trial: {failure}; a run ends when {limit}")
-        if (count := _token_counter(config)) is not None:
+        count = _token_counter(config)
+        if count is not None:
             positions = read_positions(local_model(config.actor_train.model_args.model_name_or_path or ""))
             check_lengths(config, played, count, report, positions)
+        if any(entry.is_agent for entry in config.custom_envs.values()):
+            from roll.plan.agent_trial import check_agents  # imports aiohttp
+
+            check_agents(config, report, count)
     names = [worker.model_args.model_name_or_path for worker in config.device_roles().values()]
     if not report.errors and any(name is not None and has_tokenizer(local_model(name)) for name in names):
         report.include(try_tokens(config, samples))

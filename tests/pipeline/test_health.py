@@ -162,3 +162,13 @@ def test_an_interrupted_run_is_reported_as_such(error):
     with pytest.raises(type(error)):
         watch(well, monitor, error=error)
     assert monitor.heard[-1]["status"] == "interrupted"
+
+
+def test_a_forked_process_counts_with_the_memory_that_it_has_of_its_own():
+    code = (
+        "import os, time; from roll.pipeline.health import resident_bytes; kept = bytearray(2**28); "
+        "before = resident_bytes(); pid = os.fork() or time.sleep(60); time.sleep(0.2); "
+        "print(resident_bytes() - before); os.kill(pid, 9)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert abs(int(found)) < 2**25

@@ -24,6 +24,7 @@ from roll.envs import make_env
 from roll.hub.names import local_file
 from roll.lab.rehearse.model import add_score_head, find_tokenizer, recipe_model, write_model
 from roll.lab.rehearse.sizes import shrink_batch, shrink_layouts
+from roll.plan.agent_trial import try_agents
 from roll.plan.check_inputs import check_environments
 from roll.usercode.env_trial import Played, play
 
@@ -208,7 +209,10 @@ def _token_lengths(
 
 
 def fewest_actions(config: AgenticConfig) -> dict[str, int]:
-    """Actions of a trajectory of each tag: `FEW_ACTIONS`, or as many as its environment accepts at least."""
+    """Actions of a trajectory of each tag: `FEW_ACTIONS`, or as many as its environment accepts at least.
+
+    Of an agent, they are the requests that a sequence has room for.
+    """
     found = {}
     for tag, entry in config.custom_envs.items():
         most = entry.max_steps or FEW_ACTIONS
@@ -218,6 +222,8 @@ def fewest_actions(config: AgenticConfig) -> dict[str, int]:
 
 
 def _accepts(entry: CustomEnvConfig, actions: int) -> bool:
+    if entry.is_agent:
+        return True
     try:
         make_env(entry.env_type, {**entry.env_config, "max_steps": actions}).close()
     except ConfigError:
@@ -228,17 +234,24 @@ def _accepts(entry: CustomEnvConfig, actions: int) -> bool:
 def longest_messages(config: AgenticConfig) -> tuple[int, int]:
     """Upper bounds of the tokens of the first message of a trajectory, and of the messages between two answers.
 
-    A token has at least one byte; every environment plays the episodes of its trial.
+    A token has at least one byte; every environment plays the episodes of its trial, and of an agent both are those of
+    its whole conversation there.
 
     Raises:
         RunError: an environment failed; the message begins with the place in the user's code.
     """
     first = between = 0
     played: dict[str, Played] = {}
-    if problems := check_environments(config, played):
+    tried = try_agents(config)
+    problems = [*check_environments(config, played), *(each.problem for each in tried.values() if each.problem)]
+    if problems:
         raise RunError("\n".join(problems))
     for tag, entry in config.custom_envs.items():
         path = f"custom_envs.{tag}"
+        if entry.is_agent:
+            text = _bytes(tried[path].text) + CHAT_TOKENS if path in tried else CHAT_TOKENS
+            first, between = max(first, text), max(between, text)
+            continue
         episode = played.get(path) or play(make_env(entry.env_type, entry.env_config, path))
         if isinstance(episode, str):
             raise RunError(episode)

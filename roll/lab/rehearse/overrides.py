@@ -303,9 +303,14 @@ def _agents(config: AgenticConfig, batch: SmallBatch, inputs: Inputs) -> Iterato
         yield DIFFERS, "async_training", {"batch_hook_class": hook}
     yield "", "", {"max_actions_per_traj": None}
     for tag, entry in config.custom_envs.items():  # all of the entry, which may be a default of the recipe
-        options = {name: value for name, value in entry.env_config.items() if name != "max_steps"}
-        yield "", f"custom_envs.{tag}", {"env_type": entry.env_type, "env_config": options}
-        yield "a few turns", f"custom_envs.{tag}", {"max_steps": inputs.actions[tag]}
+        if entry.is_agent:
+            runs: Tree = {"agent": entry.agent} if entry.agent else {"command": entry.command}
+            tasks = {"tasks": {"file_name": entry.tasks.file_name}} if entry.tasks.file_name else {}
+            yield "", f"custom_envs.{tag}", {**runs, **tasks, "max_requests": entry.max_requests}
+        else:
+            options = {name: value for name, value in entry.env_config.items() if name != "max_steps"}
+            yield "", f"custom_envs.{tag}", {"env_type": entry.env_type, "env_config": options}
+            yield "a few turns", f"custom_envs.{tag}", {"max_steps": inputs.actions[tag]}
         yield SHORT, f"custom_envs.{tag}", {"max_tokens_per_step": None}
     yield from _environments(config, "train_env_manager", batch.groups, batch.group_size)
     if config.eval_steps:

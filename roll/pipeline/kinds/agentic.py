@@ -6,9 +6,11 @@ Makes every environment once before any process starts.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import partial
 
+from roll.agents.tasks import read_tasks
 from roll.base.events import EventLog, Repeats
 from roll.base.schema import YEAR_S
 from roll.configs.agentic import AgenticConfig
@@ -46,7 +48,7 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
 
         Raises:
             ConfigError: an environment does not exist or does not accept its options.
-            DatasetError: the chat template does not let turns be added one by one.
+            DatasetError: the chat template does not let turns be added one by one, or a task file cannot be read.
         """
         await super().prepare()
         conversation_encoder(self._config, self._config.actor_train.data_args, self._tokenizer)
@@ -61,7 +63,8 @@ class AgenticPipeline(RLPipeline[AgenticConfig]):
     def _task(self, tag: str) -> Task | AgentTask:
         env, config = self._config.custom_envs[tag], self._config
         if env.is_agent:
-            return AgentTask(tag, AgentSpec.of_entry(tag, env), env.max_tokens_per_step or 0, env.max_requests)
+            spec, rows = AgentSpec.of_entry(tag, env), len(read_tasks(env.tasks.file_name))
+            return AgentTask(tag, spec, env.max_tokens_per_step or 0, env.max_requests, rows)
         made = make_env(env.env_type, env.env_config, f"custom_envs.{tag}")
         made.close()
         return Task(
@@ -128,6 +131,7 @@ def _agent_runs(
     config: AgenticConfig, sampling: Mapping[Purpose, SamplingParams], client: EngineClient, pool: EnginePool
 ) -> AgentRuns:
     workers, capacity = _processes(config)
+    forking = min(workers, len(os.sched_getaffinity(0)))  # each agent has a process of its own besides
     restarted = not config.takes_turns(get_platform(config.platform).name)
     limits = EngineLimits(config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
     dialogue = partial(make_dialogue, config, sampling)
@@ -140,9 +144,9 @@ def _agent_runs(
     return AgentRuns(
         GatewayProcesses(start, config.gateway.processes, timers, EventLog(config.output_dir), config.max_restarts),
         AgentPool(
-            workers,
+            forking,
             config.start_timeout_s,
-            capacity=capacity,
+            capacity=-(-workers * capacity // forking),
             log=log_file(config, "agents"),
             variables=process_environment(config, threads=1),
             events=EventLog(config.output_dir),

@@ -35,12 +35,14 @@ class AgentTask:
         spec: the agent.
         max_tokens: of one answer.
         max_requests: of one session.
+        rows: of its task files; 0 without any.
     """
 
     tag: str
     spec: AgentSpec
     max_tokens: int
     max_requests: int | None
+    rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from roll.agents.tasks import seed_of_place
 from roll.base.timers import Timer
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import EnvManagerConfig
@@ -56,8 +57,10 @@ class AgenticWorker(RolloutWorker):
         return [self._group("val_env", number, self._val_tags) for number in range(count)]
 
     def _group(self, seed_name: str, number: int, tags: TagCycle, version: int | None = None) -> Group:
-        tag = tags.tag(number)
-        seed = role_seed(self._agentic.seed, seed_name, number)
+        tag, run_seed = tags.tag(number), self._agentic.seed
+        task = self._tasks[tag]
+        rows = task.rows if isinstance(task, AgentTask) else 0
+        seed = seed_of_place(rows, tags.place(number), role_seed(run_seed, seed_name, number), run_seed)
         return Group(number, tag, seed, f"{tag}-{number}", version=version)
 
     async def generate(self, groups: Sequence[Group], purpose: Purpose, timer: Timer) -> None:
@@ -157,6 +160,12 @@ class TagCycle:
 
     def tag(self, number: int) -> str:
         return self.order[number % len(self.order)]
+
+    def place(self, number: int) -> int:
+        """How many groups before this one have its tag."""
+        cycles, place = divmod(number, len(self.order))
+        tag = self.tag(number)
+        return cycles * self.order.count(tag) + self.order[:place].count(tag)
 
 
 def shortest_cycle(order: list[str]) -> list[str]:

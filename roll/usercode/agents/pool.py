@@ -137,12 +137,13 @@ class AgentPool:
         self.processes.close()
 
     def _failure(self, spec: AgentSpec, seed: int, trouble: AgentTrouble) -> AgentFailure:
-        """Counts a failure and logs the first from each place, unless closing the pool caused it."""
+        """Counts a failure, and logs the first from each place in a run, unless closing the pool caused it."""
         first, *code = trouble.message.split("\n")
         message = "\n".join([f"{first} (agent {spec.name} with seed {seed})", *code])
         if not self.processes.closed:
             self.failures[trouble.reason] += 1
-            self._repeats.warn(f"{trouble.reason} {trouble.place}", f"{trouble.reason}: {message}")
+            if self._events is not None:
+                self._repeats.warn(f"{trouble.reason} {trouble.place}", f"{trouble.reason}: {message}")
         return AgentFailure(trouble.reason, message)
 
     def _report(self, cause: str) -> None:

@@ -50,6 +50,8 @@ def test_tags_are_assigned_in_proportion_and_evenly_mixed(partition, start):
     assert Counter(cycle.tag(start + number) for number in range(whole)) == dict(zip(tags, partition, strict=True))
     for length in range(whole):
         dealt = Counter(cycle.tag(number) for number in range(length))
+        assert cycle.place(length) == dealt[cycle.tag(length)]
+        assert cycle.place(length + whole) == cycle.place(length) + partition[tags.index(cycle.tag(length))]
         for tag, part in zip(tags, partition, strict=True):
             assert abs(dealt[tag] - length * part / whole) < len(tags)
 
