@@ -82,7 +82,9 @@ setup(
         ),
         "mcp": pinned("dev.txt", "mcp"),
         "reasoning-gym": pinned("dev.txt", "reasoning-gym"),
-        "trackers": pinned("dev.txt", "wandb", "swanlab", "mlflow-skinny", "trackio"),
+        "trackers": pinned(
+            "dev.txt", "wandb", "swanlab", "mlflow-skinny", "trackio", "opentelemetry-exporter-otlp-proto-http"
+        ),
         "docs": pinned("cpu.txt", "matplotlib"),
     },
     entry_points={

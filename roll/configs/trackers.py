@@ -102,6 +102,15 @@ class TrackioOptions(ShownSamples):
 
 
 @dataclass
+class OpenTelemetryOptions:
+    """`tracker_kwargs.opentelemetry`."""
+
+    endpoint: str | None = option(
+        None, "Collector that gets the spans of the run (OTLP over HTTP); default: OTEL_EXPORTER_OTLP_ENDPOINT."
+    )
+
+
+@dataclass
 class NoOptions:
     """`tracker_kwargs` of a tracker without options."""
 
@@ -112,6 +121,7 @@ TRACKER_OPTIONS: dict[str, type] = {
     "swanlab": SwanlabOptions,
     "mlflow": MlflowOptions,
     "trackio": TrackioOptions,
+    "opentelemetry": OpenTelemetryOptions,
     "stdout": NoOptions,
 }
 """Options of each tracker of `track_with`; a tracker of the user adds its own."""
@@ -125,7 +135,7 @@ class TrackerOptions(StepOptions, ProcessOptions):
         factory=lambda: ["stdout", "tensorboard"],
         parse=one_or_many,
         help="Trackers in addition to metrics.jsonl: stdout, tensorboard, wandb, swanlab, mlflow, trackio, "
-        "or one of `custom_modules`; a single name is taken as a list of one.",
+        "opentelemetry, or one of `custom_modules`; a single name is taken as a list of one.",
     )
     tracker_kwargs: dict[str, dict[str, Any]] = option(
         factory=dict,
@@ -140,14 +150,23 @@ class TrackerOptions(StepOptions, ProcessOptions):
     )
 
 
-PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny", "trackio": "trackio"}
-"""Tracker -> the package to install for it; the tracker has the name of the module."""
+PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "swanlab": ("swanlab", "swanlab"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"),
+}
+"""Tracker in a process of its own -> the module that it needs, and the package to install for it."""
 
 
 def missing_package(tracker: str) -> str | None:
     """The name of the package that `tracker` needs and that is not installed; None if nothing is missing."""
-    package = PACKAGES.get(tracker)
-    return package if package is not None and find_spec(tracker) is None else None
+    module, package = PACKAGES.get(tracker, ("", ""))
+    try:
+        return package if module and find_spec(module) is None else None
+    except ModuleNotFoundError:  # of a package that contains the module
+        return package
 
 
 def nest_tracker_kwargs(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem], list[Problem]]:

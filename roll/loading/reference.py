@@ -79,9 +79,9 @@ def render() -> str:
         parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
     parts.append(
         f"## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. {', '.join(PACKAGES)} need a "
-        f"package (`pip install` {', '.join(PACKAGES.values())}) and run in processes of "
+        f"package (`pip install` {', '.join(package for _, package in PACKAGES.values())}) and run in processes of "
         "their own: a server that does not answer is warned about once and delays nothing. Their local files are in "
-        "`output_dir`. They show metrics and samples.\n\n"
+        "`output_dir`. opentelemetry sends the spans of the run, the others metrics and samples.\n\n"
         + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
     )
     parts.append("## Names\n\n" + _table(("key", "known"), _names()))

@@ -1,8 +1,8 @@
-"""Trackers that talk to a network: wandb, swanlab, mlflow and trackio, each in a process of its own.
+"""Trackers that talk to a network: wandb, swanlab, mlflow, trackio and opentelemetry, each in a process of its own.
 
 The run hands each step to a bounded queue and never waits: a thread writes the queue to the process, another reads what
 it answers. A server that cannot be reached therefore delays nothing; it is reported once, and metrics.jsonl has every
-step in any case. `external_process` is the other side, which reads samples from the files of the run.
+step in any case. `external_process` is the other side, which reads samples and spans from the files of the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The process of one external tracker: reads steps as JSON lines and gives them to wandb, swanlab, mlflow or trackio.
+"""The process of one external tracker: reads steps as JSON lines and gives them to wandb, swanlab, mlflow and so on.
 
 Standard input has the request, then one line a step; its end is the end of the run. Standard output answers with one
 JSON line a step (`{"accepted": 3}`), `{"error": ...}`, and `{"complete": true}` at the end. What the package prints
-goes to standard error, the log file of the tracker. Samples are read from the files that the run has written.
+goes to standard error, the log file of the tracker. Samples and spans are read from the files that the run has written.
 
 The process runs this file alone and imports nothing of roll, so that it starts in milliseconds.
 """
@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -301,12 +303,68 @@ class TrackioRun(LoggedRun):
         return [trackio.Trace(row.messages, metadata=row.facts) for row in rows]
 
 
+class OpenTelemetryRun(LoggedRun):
+    """Spans of the run over OTLP: a trace of each step, which holds what trainer, rollout and engines did for it."""
+
+    def __init__(self, request: Request, offline: bool) -> None:
+        if endpoint := request.options["endpoint"]:
+            os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+        os.environ.setdefault("OTEL_SERVICE_NAME", request.run_name)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        self._exporter: Any = OTLPSpanExporter()
+        self._ended, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
+        self._tracer = provider.get_tracer(DEFAULT_PROJECT)
+        self._file, self._position = Path(request.output_dir) / "spans.jsonl", 0
+        self._after = -1 if request.resumed_after is None else request.resumed_after
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the spans that were recorded since the last ones that the collector accepted."""
+        lines = []
+        if self._file.exists():
+            with self._file.open("rb") as file:
+                file.seek(self._position)
+                lines = [line for line in file if line.endswith(b"\n")]
+        spans = [span for span in map(json.loads, lines) if span["step"] > self._after]
+        for number, group in groupby(sorted(spans, key=itemgetter("step")), itemgetter("step")):
+            self._trace(number, list(group))
+        ended = self._ended.get_finished_spans()
+        self._ended.clear()
+        if ended and self._exporter.export(ended).name != "SUCCESS":
+            raise ConnectionError("the collector does not accept spans; they are sent again with the next step")
+        self._position += sum(map(len, lines))
+
+    def _trace(self, step: int, spans: Sequence[Mapping[str, Any]]) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        whole = self._tracer.start_span("step", start_time=nanoseconds(min(span["start"] for span in spans)))
+        whole.set_attribute("step", step)
+        for span in spans:
+            start, about = nanoseconds(span["start"]), {"who": span["who"], "step": step}
+            part = self._tracer.start_span(span["what"], set_span_in_context(whole), start_time=start, attributes=about)
+            part.end(nanoseconds(span["end"]))
+        whole.end(nanoseconds(max(span["end"] for span in spans)))
+
+    def finish(self) -> None:
+        self.log(0, {})
+        self._exporter.shutdown()
+
+
 RUNS: dict[str, type[LoggedRun]] = {
     "wandb": WandbRun,
     "swanlab": SwanlabRun,
     "mlflow": MlflowRun,
     "trackio": TrackioRun,
+    "opentelemetry": OpenTelemetryRun,
 }
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 def without_empty(options: Mapping[str, Any]) -> dict[str, Any]:

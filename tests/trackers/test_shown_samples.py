@@ -1,9 +1,12 @@
-"""Samples in trackers: read from the files of the run by the tracker's process, with the real packages."""
+"""Samples and spans in trackers: read from the files of the run by the tracker's process, with the real packages."""
 
 from __future__ import annotations
 
 import sqlite3
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from roll.configs.pipeline import RLVRConfig
 from roll.report.findings import sample_weight
 from roll.trackers.external import ExternalTracker
 from roll.trackers.external_process import MOST_CHARACTERS, MOST_SAMPLES, SampleFiles, columns_and_data
+from roll.trackers.recording import Recording
 from roll.trackers.sample_files import read_samples, write_samples
 
 WORDS = ["two", "plus", "is", "four", "five"]
@@ -126,3 +130,62 @@ def texts(name: str, files: list[Path]) -> list[str]:
         with sqlite3.connect(files[0]) as database:
             return [text.decode() for (text,) in database.execute("select messages from traces")]
     return [file.read_text() for file in files]
+
+
+@pytest.fixture
+def collector() -> Iterator[HTTPServer]:
+    """A collector of OpenTelemetry, which refuses the first request; `bodies` has those that it accepted."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            server.requests += 1
+            self.send_response(200 if server.requests > 1 else 400)
+            self.end_headers()
+            if server.requests > 1 and self.path == "/v1/traces":
+                server.bodies.append(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing is printed."""
+
+    server: Any = HTTPServer(("127.0.0.1", 0), Handler)
+    server.bodies, server.requests = [], 0
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.integration
+def test_a_collector_gets_the_spans_of_the_steps_after_the_resumed_one_once(
+    config: RLVRConfig, collector: Any, caplog
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    output_dir = Path(config.output_dir)
+    output_dir.mkdir()
+    recording = Recording(output_dir)
+    config = replace(config, system_envs={"OTEL_EXPORTER_OTLP_COMPRESSION": "none"})
+    options = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
+    tracker = ExternalTracker("opentelemetry", options, config, output_dir, close_s=60.0)
+    tracker.resume(1)
+    recording.spans("trainer", 1, [("train", 1.0, 2.0)])
+    for step in (2, 3):
+        recording.spans("trainer", step, [("train", 10.0 * step, 10.0 * step + 2.5)])
+        recording.spans("engine 0", step, [("generate", 10.0 * step - 1, 10.0 * step)])
+        tracker.log(step, {"step": step})
+    tracker.close()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "tracker opentelemetry: ConnectionError: the collector does not accept spans"
+    ]
+    parts = [part for body in collector.bodies for part in ExportTraceServiceRequest.FromString(body).resource_spans]
+    facts = {(each.key, each.value.string_value) for part in parts for each in part.resource.attributes}
+    assert ("service.name", "trial") in facts
+    spans = [span for part in parts for scope in part.scope_spans for span in scope.spans]
+    assert sorted((span.name, span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9) for span in spans) == [
+        ("generate", 19.0, 20.0), ("generate", 29.0, 30.0), ("step", 19.0, 22.5), ("step", 29.0, 32.5),
+        ("train", 20.0, 22.5), ("train", 30.0, 32.5),
+    ]  # fmt: skip
+    whole = {span.span_id: span.trace_id for span in spans if span.name == "step"}
+    assert all(whole[span.parent_span_id] == span.trace_id for span in spans if span.name != "step")
