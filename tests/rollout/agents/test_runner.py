@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from roll.base.timers import StepClock
 from roll.configs.pipeline import role_seed
 from roll.rollout.agents.runner import run_all
-from roll.rollout.types import GenerateRequest, Group, SamplingParams
-from tests.rollout.agents.agent_setup import SAMPLING, STEP_TIMEOUT_S, Engines, Setup, one_of, run, task, tokenizer
+from roll.rollout.types import NOT_SAMPLED, GenerateRequest, Group, SamplingParams
+from tests.rollout.agents.agent_setup import (
+    SAMPLING,
+    STEP_TIMEOUT_S,
+    Engines,
+    Setup,
+    in_turn,
+    one_of,
+    run,
+    task,
+    tokenizer,
+)
 
 WALK = task(max_steps=3)
 ANSWERS = one_of("left", "right", "gold", "fall", "x" * 40)
@@ -310,3 +320,26 @@ def test_an_environment_reads_a_response_up_to_its_stop_string(lockstep):
     [turn] = one.trajectories[0].turns
     assert (turn.text, turn.reward, one.trajectories[0].stop) == ("gold", 1.0, "terminated")
     assert tokenizer().decode(one.trajectories[0].ids[turn.start : turn.end - 1]) == "golden"
+
+
+CALLED = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+
+
+def test_a_tool_call_is_a_turn_whose_result_is_context_and_is_not_trained():
+    """The call ends with a stop string in the middle of its text; what the tool returned has no log-prob."""
+    engines = Engines(in_turn(CALLED, "gold"))
+    setup, what = Setup(engines), task(max_steps=3, max_tokens=99, tools={"python": {}})
+    sampling = replace(SAMPLING, max_new_tokens=99, stop_strings=("</tool_call>",))
+    episodes = setup.runner.episodes(one := group(), "train", what, 1, 3, sampling)
+    run(setup.runner.run_lockstep([(one, episodes)], 1, StepClock()))
+    [trajectory] = one.trajectories
+    call, answer = trajectory.turns
+    assert (call.text, call.reward, call.metrics) == (CALLED, 0.0, {"tool_calls": 1.0, "tool_errors": 0.0})
+    assert answer.observation == "<tool_response>\n42\n</tool_response>" and answer.reward == 1.0
+    between = trajectory.ids[call.end : answer.start]
+    assert "<tool_response>\n42\n</tool_response>" in tokenizer().decode(between)
+    assert set(trajectory.versions[call.end : answer.start]) == {NOT_SAMPLED}
+    sampled = [*trajectory.ids[call.start : call.end], *trajectory.ids[answer.start : answer.end]]
+    assert tokenizer().decode(sampled, skip_special_tokens=True) == CALLED + "gold"
+    assert one.generated_tokens == len(sampled)
+    assert trajectory.metrics == {"tool_calls": 1.0, "tool_errors": 0.0, "letters": 4.0, "gold": 1.0}
