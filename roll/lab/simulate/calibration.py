@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.trackers import METRICS_FILE
 from roll.pipeline.bottleneck_report import trained_seconds
 from roll.tools.terminal import option_error
@@ -42,6 +43,7 @@ class RunShape:
         slots: requests that one engine runs at a time.
         samples: per training step.
         critic_apart: a critic works at the same time as actor_train, on its own devices.
+        chunks: equal parts that context parallelism pads every sample to, or 1.
     """
 
     train_devices: int
@@ -50,6 +52,7 @@ class RunShape:
     samples: int
     ratio: float
     critic_apart: bool = False
+    chunks: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RunShape:
@@ -67,7 +70,13 @@ class RunShape:
             samples=config["rollout_batch_size"] * config["num_return_sequences_in_group"],
             ratio=config["async_generation_ratio"],
             critic_apart=bool(critic) and set(critic).isdisjoint(train),
+            chunks=ParallelLayout(context=_context_size(config["actor_train"])).chunks,
         )
+
+
+def _context_size(role: Mapping[str, Any]) -> int:
+    options = role.get("strategy_args", {}).get("strategy_config", {})
+    return int(options.get("context_parallel_size", 1))
 
 
 @dataclass(frozen=True)

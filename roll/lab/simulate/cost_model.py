@@ -60,7 +60,8 @@ class CostModel:
         """The configuration with this number of training devices and engines, this ratio, and `steps` batches."""
         config, times, shape, measured_shape = self.config, self.measured.times, self.shape, self.measured.shape
         batch_factor = shape.samples / measured_shape.samples
-        train_factor = batch_factor * measured_shape.train_devices / train_devices
+        padding = padded_mean(self.lengths, shape.chunks) / padded_mean(self.lengths, measured_shape.chunks)
+        train_factor = batch_factor * padding * measured_shape.train_devices / train_devices
         return Scenario(
             settings=_admission_settings(config, ratio),
             samples_per_prompt=config.responses_per_group,
@@ -101,6 +102,11 @@ class CostModel:
 
         measured = computed(0.0)
         return computed(ratio) / measured if measured else 1.0
+
+
+def padded_mean(lengths: Sequence[float], chunks: int) -> float:
+    """Mean length of samples padded to multiples of `chunks`: context parallelism makes short ones no faster."""
+    return sum(math.ceil(length / chunks) * chunks for length in lengths) / len(lengths)
 
 
 def _admission_settings(config: RLConfig, ratio: float) -> AdmissionSettings:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from roll.lab.simulate.cost_model import log_normal_sigma, response_lengths
+from roll.lab.simulate.cost_model import log_normal_sigma, padded_mean, response_lengths
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,11 @@ def test_lengths_have_the_requested_mean_and_longest_of_a_batch(
 def test_equal_mean_and_longest_give_equal_lengths() -> None:
     assert set(response_lengths(100, 100, 64, 100, seed=0)) == {100.0}
     assert log_normal_sigma(1.0, 64) == log_normal_sigma(5.0, 1) == 0.0
+
+
+def test_context_ranks_divide_the_time_of_long_samples_only() -> None:
+    assert padded_mean([30_001.0] * 4, 16) / 30_001 == pytest.approx(1, abs=1e-3)
+    assert padded_mean([3.0, 17.0], 16) == 24 and padded_mean([3.0, 17.0], 1) == 10
 
 
 def test_seed_changes_only_the_order() -> None:
