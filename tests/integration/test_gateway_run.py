@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,22 @@ def test_agents_run_ahead_across_weight_updates_and_those_that_fail_are_not_lear
     }
     assert dropped, "no agent failed, so nothing was tested"
     assert_nothing_is_left(tmp_path)
+
+
+def test_an_agent_and_an_environment_with_the_same_messages_give_the_same_run(shared_runs, inputs, tmp_path):
+    """One request at a time: tokens, log-probs and the update are equal."""
+    keys = {"rollout_batch_size": 4, "train_env_manager": {"group_size": 2, "num_env_groups": 1}, "max_steps": 2}
+    room = {"env_type": "tests.integration.agent_envs:Room", "agent_system_template": None, "max_steps": 3}
+    room |= {"agent_template": "{env_instruction}{observation}"}
+    runs = {}
+    for name, entry in {"agent": None, "environment": {"Solver": room}}.items():
+        given = keys if entry is None else keys | {"custom_envs": entry}
+        code, output = shared_runs.run(agents(inputs, tmp_path / name, "Teller", **given))
+        assert code == 0, output
+        runs[name] = [read_samples(tmp_path / name / "samples", step) for step in (1, 2)]
+    for agent, environment in zip(*(sum(each, []) for each in runs.values()), strict=True):
+        for key in ("prompt_ids", "response_ids", "weight_version", "score"):
+            assert agent[key] == environment[key], key
+        assert agent["behavior_log_probs"] == pytest.approx(environment["behavior_log_probs"], abs=2e-5)
+    one, other = (lines(tmp_path / name)[-1]["actor/grad_norm"] for name in runs)
+    assert math.isclose(one, other, rel_tol=1e-4)

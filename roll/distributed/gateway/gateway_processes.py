@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from roll.base.events import EventLog
+from roll.base.text import format_count
 from roll.distributed.calls.remote_actor import RemoteActor
 from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError, one_line
 from roll.distributed.gateway.gateway_process import GatewayProcess
@@ -61,10 +62,12 @@ class GatewayProcesses:
         Raises:
             GatewayDiedError: its process died.
         """
-        shard = self._shards.pop(address.key, None)
-        if shard is None:
+        if address.key not in self._shards:
             raise GatewayDiedError("its process died, and the session with it")
-        return await self._call(shard, GatewayProcess.finish, address)
+        try:
+            return await self._call(self._shards[address.key], GatewayProcess.finish, address)
+        finally:
+            self._shards.pop(address.key, None)
 
     def discard(self, address: SessionAddress, why: str) -> None:
         """Ends a session, in a task."""
@@ -126,7 +129,8 @@ class GatewayProcesses:
                 self._timers.changed(shard, active)
         except ClusterError as error:
             if not self._closed:
-                self._replace(shard, remote, error)
+                with contextlib.suppress(ClusterError):  # the next call raises it
+                    self._replace(shard, remote, error)
         finally:
             self._timers.changed(shard, frozenset())
 
@@ -153,7 +157,8 @@ class GatewayProcesses:
             if done.cancelled() or done.exception() is not None:
                 return
             seconds, count = time.monotonic() - began, f"restart {self._restarts} of {self._max_restarts}"
-            message = f"{cause}; {len(lost)} sessions failed; another process serves after {seconds:.1f} s ({count})"
+            failed = f"{cause}; {format_count(len(lost), 'session')} failed"
+            message = f"{failed}; another process serves after {seconds:.1f} s ({count})"
             self._events.record(f"{NAME}-{shard}", "restarted", message, seconds)
 
         serving.add_done_callback(record)

@@ -22,6 +22,9 @@ from roll.usercode.agents.pool import AgentFailure, AgentPool, AgentSpec
 GATEWAY_DIED, NO_SAMPLE = "gateway_died", "no_sample"
 """Drop reasons of groups."""
 
+GATEWAY_TRIES = 3
+"""Times an episode is played before its group is dropped, if the gateway process dies each time."""
+
 GRACE_S = 5.0
 """How much later than an agent's deadline its episode ends, so that it is dropped as `agent_hung` with its place."""
 
@@ -74,22 +77,28 @@ class AgentEpisode:
         self._address: SessionAddress | None = None
 
     async def run(self, engine: int | None) -> None:
-        """Plays the episode; its requests prefer the engine.
+        """Plays the episode, again where its gateway process died; its requests prefer the engine.
 
         Raises:
             EpisodeFailed: the agent or the gateway failed, or nothing was sampled.
         """
-        runs = self._runs
-        try:
-            address = self._address = await runs.gateway.open(self._spec.begun(engine, time.time() + runs.timeout_s))
-            failure: AgentFailure | None = None
+        for attempt in range(1, GATEWAY_TRIES + 1):
             try:
-                result = await runs.pool.run(self._task.spec, self._problem, address.variables, runs.timeout_s)
-            except AgentFailure as failed:
-                failure = failed
-            end = await runs.gateway.finish(address)
-        except GatewayDiedError as death:
-            raise EpisodeFailed(GATEWAY_DIED, f"{self._spec.name}: {death}") from death
+                return await self._play(engine)
+            except GatewayDiedError as death:
+                self._address = None
+                if attempt == GATEWAY_TRIES:
+                    raise EpisodeFailed(GATEWAY_DIED, f"{self._spec.name}: {death}") from death
+
+    async def _play(self, engine: int | None) -> None:
+        runs = self._runs
+        address = self._address = await runs.gateway.open(self._spec.begun(engine, time.time() + runs.timeout_s))
+        failure: AgentFailure | None = None
+        try:
+            result = await runs.pool.run(self._task.spec, self._problem, address.variables, runs.timeout_s)
+        except AgentFailure as failed:
+            failure = failed
+        end = await runs.gateway.finish(address)
         self._address = None
         self._count(end)
         if failure is not None:
