@@ -324,6 +324,11 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
         return self.on_truncated_sampling == "replay" and 1 < top_k <= LONGEST_SAMPLING_MASK
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether tokens are trained with the experts that they were sampled with, which the engine returns."""
+        return self.actor_train.router_replay.replays
+
+    @property
     def default_max_staleness(self) -> int:
         return max(DEFAULT_MAX_STALENESS, versions_ahead(self.async_generation_ratio))
 

@@ -223,6 +223,22 @@ class TrainedRoleConfig(MegatronRoleConfig):
 
 
 @dataclass
+class RouterReplayOptions:
+    """Which experts a token of a mixture is trained with."""
+
+    mode: Literal["disable", "R3"] = option(
+        "disable",
+        "disable: those that the trained model chooses; R3: those that the engine has sampled it with.",
+        only_for=POLICY_LOSS,
+    )
+
+    @property
+    def replays(self) -> bool:
+        """Whether engines record experts."""
+        return self.mode == "R3"
+
+
+@dataclass
 class ActorTrainConfig(TrainedRoleConfig):
     """`actor_train`: the policy that is trained."""
 
@@ -238,6 +254,9 @@ class ActorTrainConfig(TrainedRoleConfig):
         "are added.",
         parse=parse_pg_variant,
         only_for=POLICY_LOSS,
+    )
+    router_replay: RouterReplayOptions = option(
+        factory=RouterReplayOptions, help="The experts of a mixture in training."
     )
 
 

@@ -234,6 +234,11 @@ class EngineOptions(EngineHealthOptions, AsyncOptions, WorkerOptions):
         """Whether engines and trainer hold memory of the same devices in turns, on `platform`, cpu or cuda."""
         return False
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether engines return the experts of each token."""
+        return False
+
 
 @dataclass
 class RolloutOptions(AsyncOptions, SeedOptions):

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+ROUTING = "routing"
+"""Column of `non_tensor_batch`: the experts of each token of a sample [tokens, layers, k], as in its trajectory."""
+
 
 class Batch:
     """Samples; operations return a new object that shares tensors with this one where it can.
@@ -66,6 +69,11 @@ class Batch:
     def select(self, *keys: str) -> Batch:
         """These tensors alone; KeyError where there is no such tensor."""
         return Batch({key: self.batch[key] for key in keys})
+
+    def with_column(self, key: str, of: Batch) -> Batch:
+        """These samples with a column of `of`, which has the same; unchanged where there is none."""
+        columns = {key: of.non_tensor_batch[key]} if key in of.non_tensor_batch else {}
+        return Batch(self.tensors(), self.non_tensor_batch | columns, self.meta_info)
 
     def select_idxs(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> Batch:
         """The samples at these positions, in this order."""

@@ -15,7 +15,7 @@ from roll.gateway.protocol import NEUTRAL, ChatRequest, Completion, Completions,
 from roll.gateway.tool_parsers import ReasoningParser, ToolParser, answered
 from roll.rollout.agents.sessions import SessionEnd, SessionSpec
 from roll.rollout.ledger import GENERATION_FAILED
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from roll.rollout.types import ROUTING_INCOMPLETE, GenerateRequest, GenerateResult, SamplingParams, missing_routing
 
 REQUESTS_EXHAUSTED, CONTEXT_LENGTH = "requests_exhausted", "context_length_exceeded"
 """Refusals after which an agent that fails has failed for this reason."""
@@ -93,10 +93,10 @@ class AgentSession:
         stops = frozenset(sampling.stop_token_ids) - {*self.spec.sampling.stop_token_ids}
         return AskedTurn(request, place, context, prompt, asked, numbers, stops)
 
-    def failed(self, turn: AskedTurn, message: str) -> RequestError:
+    def failed(self, turn: AskedTurn, message: str, reason: str = GENERATION_FAILED) -> RequestError:
         """The refusal of a request that the engines did not answer; the numbers of its answers are used again."""
         self._asked[hash(tuple(turn.prompt))].difference_update(turn.numbers)
-        self.failure = GENERATION_FAILED, f"{self.spec.name}: {message}"
+        self.failure = reason, f"{self.spec.name}: {message}"
         return RequestError(GENERATION_FAILED, message, 503)
 
     def _generate(self, number: int, depth: int, prompt: list[int], sampling: SamplingParams) -> GenerateRequest:
@@ -157,6 +157,8 @@ class AgentSession:
         failed = next((each for each in results if each.finish_reason == "abort" or not each.response_ids), None)
         if failed is not None:
             raise self.failed(turn, failed.error or "the answer is empty, without even a stop token")
+        if lack := next(filter(None, map(missing_routing, turn.requests, results)), None):
+            raise self.failed(turn, lack, ROUTING_INCOMPLETE)
         pairs = zip(turn.requests, results, strict=True)
         return Completions([self._completion(turn, asked, result) for asked, result in pairs], len(turn.prompt))
 

@@ -44,6 +44,7 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
         "rollout/turns_mean": statistics.fmean(len(trajectory.all_turns) for trajectory in trajectories),
         "rollout/versions_max": float(max(len(set(of_trajectory)) for of_trajectory in versions)),
         **_prefix_reuse(trajectories),
+        **_routing_size(trajectories),
         "staleness/mean": statistics.fmean(ages),
         "staleness/max": float(max(ages)),
         "staleness/token_mean": statistics.fmean(token_ages),
@@ -52,6 +53,11 @@ def rollout_metrics(groups: Sequence[Group], version: int, stale_after: int) -> 
         "max_sample_age": float(max(group_ages)),
         "stale_samples_ratio": statistics.fmean(age > stale_after for age in group_ages),
     }
+
+
+def _routing_size(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    recorded = [each.routing.nbytes for each in trajectories if each.routing is not None]
+    return {"rollout/routing_megabytes": sum(recorded) / 1e6} if recorded else {}
 
 
 def _prefix_reuse(trajectories: Sequence[Trajectory]) -> dict[str, float]:

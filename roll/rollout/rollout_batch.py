@@ -14,9 +14,9 @@ from torch import Tensor
 from roll.algorithms.advantages import REWARD_PARTS
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.configs.environments import SampleBy
-from roll.datasets.batch import Batch
+from roll.datasets.batch import ROUTING, Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
-from roll.rollout.types import NOT_SAMPLED, Group, SampledTurn, Trajectory
+from roll.rollout.types import NOT_SAMPLED, Group, Routing, SampledTurn, Trajectory
 
 NO_TURN = -1
 """`turn_index` of a token that no policy sampled, and `state_ids` behind the last turn of a row."""
@@ -87,7 +87,8 @@ def batch_of_groups(
         does not score the sample. With branches SAMPLE_WEIGHTS [B] float32, 1 / the rows of the trajectory. With
         truncated sampling also the tensors of `sampling_masks`. The column `tag` has
         the name of each tag; the columns `id`, `prompt_id`, `ground_truth`, `stop` (why the trajectory ended),
-        `engine`, `parts` (its score by each reward) and `episode` are for dumps.
+        `engine`, `parts` (its score by each reward) and `episode` are for dumps; the column `routing` has the experts
+        of each row, where they are recorded.
     """
     rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
     tensors = collate_samples([_sample(row) for row in rows])
@@ -127,9 +128,18 @@ def batch_of_groups(
         "engine": [row.turns[-1].engine if row.turns else None for row in rows],
         "parts": [row.whole.reward_parts for row in rows],
     }
+    if any(row.trajectory.routing is not None for row in rows):
+        columns[ROUTING] = _routing(rows)
     if episodes:
         columns["episode"] = [_describe_episode(row) for row in rows]
     return Batch(tensors, columns)
+
+
+def _routing(rows: Sequence[Row]) -> list[Routing]:
+    """The experts of all tokens of a row but the last; of none in a padding row."""
+    [first, *_] = (row.trajectory.routing for row in rows if row.trajectory.routing is not None)
+    recorded = (first[:0] if row.trajectory.routing is None else row.trajectory.routing for row in rows)
+    return [routing[: row.end - 1] for row, routing in zip(rows, recorded, strict=True)]
 
 
 def _prompt_id(group: Group, episodes: bool) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from roll.base.errors import RunError
 from roll.configs.arguments import GeneratingArguments
@@ -13,6 +17,16 @@ from roll.datasets.stop_strings import divide_stops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Routing = npt.NDArray[np.integer[Any]]
+"""Ids of the experts [tokens, layers, k] that a sequence was sampled with.
+
+Row t is of the forward pass that read token t and gave the log-prob of token t + 1, so the last token has none. It is
+of the pass in which token t + 1 was sampled, or its prompt read first: what an engine computes once more later, for a
+request that is continued or for the next turn, never replaces it."""
+
+ROUTING_INCOMPLETE = "routing_incomplete"
+"""Drop reason of a group: an engine did not return the experts of a token."""
 
 NOT_SAMPLED = -1
 """`versions` of a token that no policy sampled: prompt, environment, template."""
@@ -29,7 +43,8 @@ class SamplingParams:
 
     A response ends with a token of `stop_token_ids`, or the one in which a string of `stop_strings` ends in its text.
     The engine's log-probs are those of the full softmax at `temperature`; with `sampling_mask` they are those of the
-    tokens that `top_k` and `top_p` kept, and the ids of these come with them.
+    tokens that `top_k` and `top_p` kept, and the ids of these come with them. With `routing` the experts of each token
+    come too.
     """
 
     max_new_tokens: int
@@ -40,6 +55,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     sampling_mask: bool = False
     stop_strings: tuple[str, ...] = ()
+    routing: bool = False
 
 
 def sampling_params(args: GeneratingArguments, path: str, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
@@ -67,7 +83,7 @@ class GenerateRequest:
     """One response to sample for the exact ids of one prompt.
 
     `version` is that of the weights when the prompt was submitted. Engines start older requests first, and before
-    them those without a version.
+    them those without a version. The experts of the first `routed` tokens are known.
     """
 
     request_id: str
@@ -75,6 +91,7 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int | None = None
     version: int | None = None
+    routed: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ class GenerateResult:
     `finish_reason` is why it ended: a stop token, the length limit, or an abort (then it is not a sample).
     `sampling_mask` has, for each token, the ids it was sampled from, if the request asked for them. `value` is the
     score of the prompt by an engine of role `reward`, which samples nothing. `engine` is the number of the engine.
+    `routing` has the experts of the tokens from number `routed` of the request on, but the last, if it asked for them.
     """
 
     request_id: str
@@ -96,6 +114,18 @@ class GenerateResult:
     sampling_mask: list[list[int]] = field(default_factory=list)
     value: float | None = None
     engine: int | None = field(default=None, compare=False)
+    routing: Routing | None = field(default=None, compare=False)
+
+
+def missing_routing(request: GenerateRequest, result: GenerateResult) -> str | None:
+    """What the experts of a response lack, where the request asked for them; None if nothing."""
+    if not request.sampling.routing:
+        return None
+    wanted = len(request.prompt_ids) + len(result.response_ids) - 1 - request.routed
+    found = 0 if result.routing is None else len(result.routing)
+    if found == wanted and (result.routing is None or result.routing.min(initial=0) >= 0):
+        return None
+    return f"{request.request_id}: the engine returned the experts of {found} tokens, not of {wanted}"
 
 
 class TrajectoryError(RuntimeError):
@@ -139,6 +169,7 @@ class Trajectory:
         versions: weight version of each id; NOT_SAMPLED where it was not sampled.
         sampling_mask: for each id up to the last that was sampled, the ids it was sampled from, if `top_k` and `top_p`
             truncated them and the engine returned which; no ids where it was not sampled. Empty: nothing was truncated.
+        routing: the experts of each token up to the last sampled one, without that; None where they are not recorded.
         turns: the responses in order; together they span exactly the sampled tokens.
         stop: why it ended; None while it is running.
         outcome: the last observation, after which no response was sampled; empty if there was none.
@@ -153,6 +184,7 @@ class Trajectory:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampling_mask: list[list[int]] = field(default_factory=list)
+    routing: Routing | None = field(default=None, compare=False)
     turns: list[SampledTurn] = field(default_factory=list)
     stop: StopReason | None = None
     outcome: str = ""
@@ -209,6 +241,8 @@ class Trajectory:
                 f"one, not {counts}"
             )
         start = len(self.ids)
+        if result.routing is not None:
+            self._add_routing(result.routing, start + tokens - 1)
         self.ids.extend(result.response_ids)
         self.log_probs.extend(result.log_probs)
         self.versions.extend(result.versions)
@@ -221,6 +255,14 @@ class Trajectory:
         )  # fmt: skip
         self.turns.append(turn)
         return turn
+
+    def _add_routing(self, rows: Routing, wanted: int) -> None:
+        """Adds the last of these rows, so that there are `wanted`; earlier ones are of a pass that came later."""
+        known = 0 if self.routing is None else len(self.routing)
+        if not 0 <= wanted - known <= len(rows):
+            raise TrajectoryError(f"turn {len(self.turns)}: the experts of {wanted - known} tokens, not of {len(rows)}")
+        new = rows[len(rows) - (wanted - known) :]
+        self.routing = new if self.routing is None else np.concatenate([self.routing, new])
 
     @property
     def score(self) -> float:
@@ -249,13 +291,30 @@ class Trajectory:
     def state_dict(self) -> dict[str, Any]:
         """Plain values for JSON, which share lists with this trajectory."""
         branches = [branch.state_dict() for branch in self.branches]
-        return {**vars(self), "turns": [dict(vars(turn)) for turn in self.turns], "branches": branches}
+        turns = [dict(vars(turn)) for turn in self.turns]
+        return {**vars(self), "turns": turns, "branches": branches, "routing": _plain(self.routing)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
         """Restores `state_dict`; those of older runs have no branches."""
         turns = [SampledTurn(**turn) for turn in state["turns"]]
-        return cls(**{**state, "turns": turns, "branches": [*map(cls.from_state, state.get("branches", ()))]})
+        branches = [*map(cls.from_state, state.get("branches", ()))]
+        routing = _from_plain(state.get("routing"))
+        return cls(**{**state, "turns": turns, "branches": branches, "routing": routing})
+
+
+def _plain(routing: Routing | None) -> dict[str, Any] | None:
+    """For JSON."""
+    if routing is None:
+        return None
+    ids = base64.b64encode(routing.tobytes()).decode()
+    return {"type": routing.dtype.name, "shape": list(routing.shape), "ids": ids}
+
+
+def _from_plain(state: dict[str, Any] | None) -> Routing | None:
+    if state is None:
+        return None
+    return np.frombuffer(base64.b64decode(state["ids"]), state["type"]).reshape(state["shape"]).copy()
 
 
 @dataclass

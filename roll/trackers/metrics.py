@@ -73,6 +73,12 @@ ROLLOUT = (
     Metric("rollout/turns_mean", "turns", "Mean number of turns of a trajectory."),
     Metric("rollout/versions_max", "versions", "Largest number of weight versions within one trajectory."),
     Metric(
+        "moe/routing_agreement",
+        "fraction",
+        "With router_replay R3: tokens and layers whose experts the trained model would choose too.",
+    ),
+    Metric("rollout/routing_megabytes", "MB", "Experts of the tokens of a batch, with router_replay R3."),
+    Metric(
         "rollout/prefix_reuse",
         "fraction",
         "Prompt tokens found in the engines' prefix cache, counted over turns after the first whose previous turn was "

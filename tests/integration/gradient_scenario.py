@@ -1,15 +1,16 @@
-"""What ranks do for test_model_families.py and test_frozen_weights.py: gradients under the names of a HF folder."""
+"""What ranks do for test_model_families.py, test_frozen_weights.py and test_router_replay.py: gradients by HF names."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from roll.datasets.batch import Batch
-from tests.integration.megatron_scenario import training_batch
+from roll.datasets.batch import ROUTING, Batch
+from tests.integration.megatron_scenario import SAMPLES, training_batch
 from tests.integration.rank_pool import RankContext
 
 
@@ -22,10 +23,12 @@ def gradients(strategy: Any, data: Batch) -> dict[str, torch.Tensor]:
 
     for wrapped in strategy.wrapped:
         wrapped.zero_grad_buffer()
+    strategy.forward.routing = data.non_tensor_batch.get(ROUTING, ())
     strategy.forward.backward(data.batch, plan["micro_batches"], 1.0, loss, False)
     weights = strategy.weights._weights
     try:
-        strategy.weights._weights = [(rule, each.main_grad) for rule, each in weights if each.requires_grad]
+        trained = [weight for weight in weights if weight.parameter.requires_grad]
+        strategy.weights._weights = [replace(weight, parameter=weight.parameter.main_grad) for weight in trained]
         return {name: tensor.float().clone() for name, tensor in strategy.weights.full_tensors()}
     finally:
         strategy.weights._weights = weights
@@ -72,3 +75,27 @@ def frozen(context: RankContext) -> None:
 
 def _weights(strategy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in strategy.weights.full_tensors()}
+
+
+def replayed(context: RankContext) -> None:
+    """Log-probs, gradients and agreement of each of `variants`: a name of `routings`, and options of the strategy."""
+    for name, (kind, options) in context.arguments["variants"].items():
+        megatron = {"sequence_parallel": context.layout.tensor > 1, **options.get("megatron", {})}
+        strategy = context.strategy(Path(context.arguments["model"]), replays=True, **{**options, "megatron": megatron})
+        rank, ranks = strategy.coordinates.data, context.layout.data
+        data = training_batch(rank, ranks, 3)
+        rows = range(rank, SAMPLES, ranks)
+        data.meta_info["micro_batches"] = data.meta_info["optimizer_steps"][0]["micro_batches"]
+        if kind != "live":
+            routing = [context.arguments["routings"][kind][row] for row in rows]
+            data = Batch(data.tensors(), {ROUTING: routing}, data.meta_info)
+        scored = strategy.compute_log_probs(data)
+        strategy.forward.replay.agreement()
+        found = gradients(strategy, data)
+        context.results[name] = {
+            "log_probs": scored.batch["log_probs"].clone() if len(scored) else None,
+            "gradients": found,
+            "agreement": strategy.forward.replay.agreement().get("moe/routing_agreement"),
+            "rows": list(rows),
+        }
+        strategy.shutdown()

@@ -56,6 +56,7 @@ class RankContext:
         critic: bool = False,
         reward_model: bool = False,
         frozen_parts: Sequence[str] = (),
+        replays: bool = False,
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next.
@@ -108,6 +109,9 @@ class RankContext:
                 strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),
                 **own,
             )
+        if replays:
+            assert isinstance(worker, ActorTrainConfig)
+            worker.router_replay.mode = "R3"
         times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
         roles = {} if critic or frozen else {"actor_train": worker}
         config = SFTConfig(**times | {"response_length": 1024} | roles | pipeline)

@@ -39,11 +39,13 @@ class EngineHost:
         """Makes the worker, also in place of one whose engine has ended."""
         worker = ActorInferConfig(num_gpus_per_worker=tensor_parallel, max_running_requests=32)
         worker.model_args.model_name_or_path, worker.model_args.dtype = folder, options.pop("dtype", "fp32")
+        routing = options.pop("routing", False)
         rank = replace(WorkerRank("actor_infer"), cores=options.pop("cores", ()))
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(
             output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30
         )
+        pipeline.actor_train.router_replay.mode = "R3" if routing else "disable"
         self.worker = InferWorker(rank, worker, pipeline)
 
     async def call(self, method: str, *arguments: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import count, cycle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.estimators.turn_returns import RewardNormalization
 from roll.algorithms.turns import check_turns, read_turns
+from roll.datasets.batch import ROUTING
 from roll.rollout.rollout_batch import NO_TURN, batch_of_groups
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 
@@ -45,6 +48,23 @@ def test_sampling_masks_are_in_the_columns_of_their_tokens(sample_by):
         assert ids[: 2 * len(kept)].tolist() == torch.stack([kept, kept + 1], 1).flatten().tolist()
         assert bool((ids[2 * len(kept) :] == -1).all())
     assert "sampling_mask" not in batch_of_groups(groups_of(SCRIPT), sample_by).batch.keys()
+
+
+@pytest.mark.parametrize("sample_by", ["traj", "step"])
+def test_a_row_has_the_experts_of_its_tokens_also_in_another_process(sample_by):
+    """The expert of a token here is its id."""
+    groups = groups_of(SCRIPT)
+    for group in groups:
+        for one in group.trajectories:
+            one.routing = np.array(one.ids[:-1], np.int16).reshape(-1, 1, 1)
+    batch = pickle.loads(pickle.dumps(batch_of_groups(groups, sample_by, multiple=3)))
+    chosen = batch.select("input_ids", "response_mask", "attention_mask").with_column(ROUTING, batch)
+    chosen = chosen.select_idxs(list(reversed(range(len(batch)))))
+    for row, routing in enumerate(chosen.non_tensor_batch[ROUTING]):
+        length = int(chosen.batch["attention_mask"][row].sum())
+        padding = not chosen.batch["response_mask"][row].any()
+        assert routing[:, 0, 0].tolist() == ([] if padding else chosen.batch["input_ids"][row, : length - 1].tolist())
+    assert ROUTING not in batch_of_groups(groups_of(SCRIPT), sample_by)
 
 
 def groups_of(script: list[list[list[tuple[str, int, float]]]]) -> list[Group]:

@@ -157,6 +157,8 @@ exp_mode: environments have one mode
 parse_tool_call_parameter_to_dict if off: tools are the environment's own
 render_save_dir: rollout_dump_dir has the texts of every step
 skip_mock_system_prompt: messages are rendered one by one, without a mock system prompt
+[]
+actor_infer.router_replay reference.router_replay critic.router_replay: that of actor_train is read
 [<role>.]
 worker_cls: workers follow from strategy_name, losses from pg_variant
 name: a role's name is its section
@@ -169,7 +171,6 @@ use_remove_padding: engines compute no padding; use_sequence_packing of the othe
 sequence_length_round_in_*: lengths are rounded up to the tensor-parallel size
 offload_nccl: process groups stay
 logits_in_fp32: log-probs are always computed in fp32
-router_replay: the model families here are dense
 apply_loss_scale: the loss is divided by the counts of the whole batch
 mtp_training_mode: the model families here predict one token
 topr_*_weight: only actor_train has a policy loss

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from roll.base.errors import Finding, error, warning
 from roll.base.text import either
-from roll.configs.pipeline import BaseConfig
-from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.pipeline import BaseConfig, RLConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.models.families.mixture import Mixture
 from roll.models.families.shape import ModelShape
 
@@ -22,6 +22,7 @@ def check_experts(config: BaseConfig, role: str, worker: MegatronRoleConfig, sha
         yield from _check_dense(config, role, worker)
     else:
         yield from _check_sizes(role, worker, shape.mixture)
+        yield from _check_replay(config, worker)
 
 
 def _check_dense(config: BaseConfig, role: str, worker: MegatronRoleConfig) -> Iterator[Finding]:
@@ -32,6 +33,8 @@ def _check_dense(config: BaseConfig, role: str, worker: MegatronRoleConfig) -> I
             f"{path}.expert_model_parallel_size",
             f"{options.expert_model_parallel_size}, but {name} has no experts; use 1",
         )
+    if isinstance(worker, ActorTrainConfig) and worker.router_replay.replays:
+        yield error(f"{role}.router_replay", f"has no effect: {name} has no experts; leave it out")
     for key in EXPERT_OPTIONS:
         if f"{path}.{key}" in config.source.given:
             yield warning(f"{path}.{key}", f"has no effect: {name} has no experts; leave it out")
@@ -63,6 +66,18 @@ def _check_sizes(role: str, worker: MegatronRoleConfig, mixture: Mixture) -> Ite
         yield error(
             f"{path}.sequence_parallel",
             f"false with tensor parallel {layout.tensor} in a mixture of experts; set it to true",
+        )
+
+
+def _check_replay(config: BaseConfig, worker: MegatronRoleConfig) -> Iterator[Finding]:
+    """The engine can return the experts of each token."""
+    if not (isinstance(config, RLConfig) and isinstance(worker, ActorTrainConfig) and worker.router_replay.replays):
+        return
+    backend = config.actor_infer.strategy_args.strategy_config.get("moe_a2a_backend", "none")
+    if backend != "none":
+        yield error(
+            "actor_infer.strategy_args.strategy_config.moe_a2a_backend",
+            f"{backend} returns no experts for router_replay; use none",
         )
 
 

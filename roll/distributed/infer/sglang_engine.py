@@ -336,6 +336,8 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: EngineOpti
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
     environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
+    if pipeline.replays_routing and rank.role == "actor_infer":
+        arguments["enable_return_routed_experts"] = True
     if isinstance(config, RewardEngineConfig):
         environment |= VALUE_MODELS
     if platform.name == "cuda" and (why := compiler_problem(environment)):

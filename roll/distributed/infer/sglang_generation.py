@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import math
 import time
@@ -11,13 +12,15 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Literal
 
+import numpy as np
+
 from roll.configs.asynchronous import InFlightPolicy
 from roll.datasets.stop_strings import tokens_until_stop
 from roll.distributed.infer.sglang_engine import Engine, EngineError
 from roll.distributed.infer.sglang_requests import RequestSender
 from roll.distributed.infer.sglang_stops import stop_decoder
 from roll.rollout.request_order import RequestOrder
-from roll.rollout.types import GenerateRequest, GenerateResult
+from roll.rollout.types import GenerateRequest, GenerateResult, Routing
 
 ABORT_GRACE_S = 5.0
 """An aborted request answers within one step of the engine; after this time its partial tokens are lost."""
@@ -111,6 +114,8 @@ class Generation:
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        if mode == "retract" and self._engine.arguments.get("enable_return_routed_experts"):
+            mode = "abort_resume"  # the cache is recomputed too, and what is sampled keeps its experts
         async with self._submitting:
             self._not_paused.clear()
             while mode in ("abort_resume", "drain") and self._running:
@@ -256,7 +261,7 @@ class Generation:
             if reply.done() and (refusal_text := refused(reply.result())) is not None:
                 return to_result(request, None, refusal_text), False
             if reply.done():
-                result = to_result(request, reply.result(), None)
+                result = self._with_routing(request, to_result(request, reply.result(), None), reply.result())
                 if name in self._interrupted:
                     result = completed(request, result, self._stop_ids(request))
                 return result, name in self._interrupted and result.finish_reason == "abort"
@@ -274,6 +279,15 @@ class Generation:
         stops = request.sampling.stop_strings
         return tokens_until_stop(sampled.response_ids, stops, self._decode) if stops and self._decode else None
 
+    def _with_routing(self, request: GenerateRequest, result: GenerateResult, reply: dict[str, Any]) -> GenerateResult:
+        """The result with the experts that SGLang recorded; without, if it has computed sampled tokens once more."""
+        meta = reply["meta_info"]
+        text = meta.get("routed_experts")
+        if text is None or meta.get("num_retractions") or not (request.sampling.routing and result.response_ids):
+            return result
+        numbers = self._engine.manager.model_config.hf_text_config
+        return replace(result, routing=read_routing(text, numbers.num_hidden_layers, numbers.num_experts_per_tok))
+
     def _stop_ids(self, request: GenerateRequest) -> set[int]:
         return {*request.sampling.stop_token_ids, *(self._engine.manager.model_config.hf_eos_token_id or ())}
 
@@ -281,8 +295,10 @@ class Generation:
 def _rest(request: GenerateRequest, sampled: GenerateResult) -> GenerateRequest:
     """The request for the rest of a response: the tokens sampled so far become part of the prompt."""
     left = request.sampling.max_new_tokens - len(sampled.response_ids)
+    read = len(request.prompt_ids) + len(sampled.response_ids) - 1  # a row that is missing stays missing
     return replace(
         request,
+        routed=read if sampled.response_ids else request.routed,
         prompt_ids=[*request.prompt_ids, *sampled.response_ids],
         sampling=replace(request.sampling, max_new_tokens=left),
     )
@@ -323,6 +339,13 @@ def to_result(request: GenerateRequest, reply: dict[str, Any] | None, error: str
     )
 
 
+def read_routing(text: str, layers: int, per_token: int) -> Routing:
+    """SGLang's int32 ids in base64 as [rows, layers, k] uint8, or int16 for more than 256 experts."""
+    ids = np.frombuffer(base64.b64decode(text), np.int32).reshape(-1, layers, per_token)
+    small = not ids.size or (ids.min() >= 0 and ids.max() < 256)
+    return ids.astype(np.uint8 if small else np.int16)
+
+
 def refused(reply: dict[str, Any]) -> str | None:
     """Why the scheduler refused the request as impossible, such as a prompt too long; None for any other reply."""
     reason = reply["meta_info"]["finish_reason"]
@@ -353,12 +376,14 @@ def completed(request: GenerateRequest, part: GenerateResult, stop_token_ids: Co
 
 def shortened(result: GenerateResult, end: int) -> GenerateResult:
     """The first `end` tokens of a response, whose last one ends it."""
+    routing, cut = result.routing, len(result.response_ids) - end
     return replace(
         result,
         response_ids=result.response_ids[:end],
         log_probs=result.log_probs[:end],
         versions=result.versions[:end],
         sampling_mask=result.sampling_mask[:end],
+        routing=None if routing is None else routing[: len(routing) - cut],
         finish_reason="stop",
         error=None,
     )
@@ -375,4 +400,9 @@ def joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
         cached_prompt_tokens=first.cached_prompt_tokens,
         error=second.error,
         sampling_mask=[*first.sampling_mask, *second.sampling_mask],
+        routing=second.routing if first.routing is None else _together(first.routing, second.routing),
     )
+
+
+def _together(first: Routing, second: Routing | None) -> Routing:
+    return first if second is None else np.concatenate([first, second])

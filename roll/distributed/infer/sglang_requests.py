@@ -106,6 +106,8 @@ class RequestSender:
             top_logprobs_num=0,
             token_ids_logprob=None,
             return_sampling_mask=masked,
+            return_routed_experts=request.sampling.routing,
+            routed_experts_start_len=request.routed,
             stream=False,
             extra_key=cache_key,
             time_stats=times,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -20,6 +21,7 @@ from tensordict import TensorDict
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.train.micro_batch import MicroBatch, make_micro_batch
+from roll.distributed.train.router_replay import RoutingReplay
 from roll.models.context_attention import ContextSplit
 from roll.models.families.shape import ModelShape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs
@@ -50,6 +52,10 @@ class ForwardPass:
     """Micro-batches are computed without padding, see `MicroBatch`."""
     shared: bool = False
     """Prefixes that samples of a packed micro-batch have in common are computed once; needs `local_spec`."""
+    replay: RoutingReplay | None = None
+    """Replays `routing`, where there is any."""
+    routing: Sequence[np.ndarray] | np.ndarray = ()
+    """The experts of each sample of the next batch; see `Routing`."""
 
     def scores(
         self,
@@ -129,8 +135,7 @@ class ForwardPass:
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
-                micro = make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared, context)
-                yield number < len(micro_batches), micro
+                yield number < len(micro_batches), self._micro_batch(batch, indices, multiple, context)
 
         def step(
             iterator: Iterator[tuple[bool, MicroBatch]], module: torch.nn.Module
@@ -141,6 +146,7 @@ class ForwardPass:
                 result = on_last_stage(output, micro, **options)
                 return result if counts or forward_only else (result[0] * 0.0, *result[1:])
 
+            self._replay(module, micro, trains=not forward_only)
             packed = packed_parameters(micro)
             inputs = {"input_ids": micro.input_ids, "position_ids": None, "attention_mask": None}
             return module(**inputs, packed_seq_params=packed), at_the_end
@@ -155,7 +161,21 @@ class ForwardPass:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        if self.replay is not None:
+            self.replay.clear()
         return results[: len(micro_batches)]
+
+    def _micro_batch(
+        self, batch: TensorDict, indices: Sequence[int], multiple: int, context: tuple[int, int]
+    ) -> MicroBatch:
+        routing = [self.routing[index] for index in indices] if len(self.routing) else ()
+        return make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared, context, routing)
+
+    def _replay(self, module: torch.nn.Module, micro: MicroBatch, trains: bool) -> None:
+        """Sets the experts of the micro-batch that the virtual stage `module` computes next."""
+        if self.replay is not None:
+            stage = next(number for number, each in enumerate(self.wrapped) if each is module)
+            self.replay.set(stage, micro, parallel_state.get_tensor_model_parallel_rank(), trains)
 
     def _most(self, micro_batches: int) -> int:
         """The most micro-batches of a data rank, where data ranks share experts: they exchange tokens in each."""

@@ -24,9 +24,9 @@ from roll.configs.arguments import TORCH_DTYPES
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import role_seed
-from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.run_options import TrainerOptions
-from roll.datasets.batch import Batch
+from roll.datasets.batch import ROUTING, Batch
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train.checkpoint import megatron_checkpoint
 from roll.distributed.train.checkpoint.background_save import BackgroundSave
@@ -54,6 +54,7 @@ from roll.distributed.train.megatron_optimizer import (
     wrap_model,
 )
 from roll.distributed.train.megatron_weights import MegatronWeights
+from roll.distributed.train.router_replay import RoutingReplay
 from roll.hub.names import local_model
 from roll.models.families.frozen import frozen_names
 from roll.models.families.shape import ModelShape, known_model_shape
@@ -160,6 +161,7 @@ class MegatronInferStrategy:
         meta = data.meta_info
         squares = bool(meta.get("sum_pi_squared"))
         top_k = int(meta.get("top_k", 0))
+        self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
         outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
         if outputs is None:
             return Batch({})
@@ -311,6 +313,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
             wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         temperature = data.meta_info.get("temperature", 1.0)
+        self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
         rows = self.forward.backward(data.batch, micro_batches, temperature, loss, entropy_gradient)
         metrics = reduce_micro_batches(rows, self.device)
         require_finite("loss", metrics["loss"], self.optimizer_steps)
@@ -318,7 +321,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.saving.wait()
         norm = update(self.optimizer, rate, self.pipeline_config.max_grad_norm, self.optimizer_steps)
         self.optimizer_steps += 1
-        return {**metrics, "grad_norm": norm, "lr": rate}
+        replayed = {} if self.forward.replay is None else self.forward.replay.agreement()
+        return {**metrics, **replayed, "grad_norm": norm, "lr": rate}
 
     def begin_checkpoint(self, folder: Path) -> None:
         """Begins to write weights, distributed optimizer, step count and random state; collective over all ranks.
@@ -379,6 +383,8 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
         self.forward = self._forward_pass(self.wrapped)
+        if isinstance(role, ActorTrainConfig) and role.router_replay.replays:
+            self.forward.replay = RoutingReplay(self.stages, megatron.recompute_granularity == "full")
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder, self.layout)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
@@ -38,6 +40,9 @@ class MicroBatch:
     Under context parallelism it is one rank's part, see `local_part`: `input_ids`, `positions` and the tokens to score
     are those of the rank, `bounds` and `lengths` those of whole samples. The tokens of whole samples are the rows
     `whole` of all ranks' tokens in the order of ranks, and these are the rows `split` of those.
+
+    `routing` [S * b, layers, k] has the experts of each token in Megatron's order, where they are recorded; `routed`
+    [S * b] is false for padding and the last token of a sample, which have the first k experts.
     """
 
     batch: TensorDict
@@ -55,6 +60,8 @@ class MicroBatch:
     collapse: torch.Tensor | None = None
     whole: torch.Tensor | None = None
     split: torch.Tensor | None = None
+    routing: torch.Tensor | None = None
+    routed: torch.Tensor | None = None
 
     def to_columns(self, values: torch.Tensor) -> torch.Tensor:
         """Values [N, ...] of the scored tokens as [b, T, ...], 0 elsewhere; keeps the gradient."""
@@ -70,6 +77,7 @@ def make_micro_batch(
     packed: bool = False,
     shared: bool = False,
     context: tuple[int, int] = (0, 1),
+    routing: Sequence[np.ndarray] = (),
 ) -> MicroBatch:
     """The micro-batch of samples `indices` of `batch`.
 
@@ -84,9 +92,10 @@ def make_micro_batch(
         device: of the tensors.
         packed: samples follow each other without padding, instead of one sample in each row.
         shared: tokens that samples of a packed micro-batch have in common at their beginning are computed once, where
-            that saves SHARED_TOKENS of them.
+            that saves SHARED_TOKENS of them, and the same experts computed them.
         context: rank and number of the ranks that samples are split over; samples then follow each other, `packed` or
             padded to the longest.
+        routing: the experts of each of these samples, see `Routing`.
 
     Raises:
         ValueError: a sample is empty, or has padding between its tokens.
@@ -108,7 +117,9 @@ def make_micro_batch(
     before = columns - first[samples] - 1
     kept = None if masks is None else _kept(*masks, samples, columns)
     chosen_ids = chosen[TEACHER_TOP_IDS][samples, columns] if TEACHER_TOP_IDS in chosen.keys() else None
-    shared_prefixes = _share_prefixes(chosen["input_ids"], first, lengths, multiple) if packed and shared else None
+    shared_prefixes = (
+        _share_prefixes(chosen["input_ids"], first, lengths, multiple, routing) if packed and shared else None
+    )
     packing: dict[str, Any] = {}
     if shared_prefixes is not None:
         ids, tokens, packing = shared_prefixes
@@ -125,6 +136,9 @@ def make_micro_batch(
     else:
         ids = _compact(chosen["input_ids"], first, int(lengths.max()), multiple)
         hidden_rows = before * len(rows) + samples
+    owners = packing.pop("owners", None)
+    if len(routing):
+        packing |= _rows_of(routing, *_owners(ids, owners, packing), ids.numel())
     micro = MicroBatch(chosen, ids, targets, samples, columns, hidden_rows, kept, chosen_ids, **packing)
     return _to(micro if context[1] == 1 else local_part(micro, *context), device)
 
@@ -152,6 +166,8 @@ def local_part(micro: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         hidden_rows=whole[micro.hidden_rows[scored]] - rank * size,
         whole=whole,
         split=split,
+        routing=None if micro.routing is None else micro.routing[own],
+        routed=None if micro.routed is None else micro.routed[own],
         **{name: value[scored] for name, value in by_token.items() if value is not None},
     )
 
@@ -201,8 +217,49 @@ def _pack_chunks(
     return packed[None], F.pad(padded.cumsum(0), (1, 0))
 
 
+def _owners(
+    ids: torch.Tensor, owners: torch.Tensor | None, packing: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample and position of each token in Megatron's order; of shared ones the sample is known."""
+    if owners is not None:
+        return owners, packing["positions"][: len(owners)]
+    if "bounds" in packing:
+        sizes = packing["bounds"].diff()
+        return torch.arange(len(sizes)).repeat_interleave(sizes), packing["positions"]
+    samples, width = ids.shape
+    return torch.arange(samples).repeat(width), torch.arange(width).repeat_interleave(samples)
+
+
+def _rows_of(
+    routing: Sequence[np.ndarray], owners: torch.Tensor, positions: torch.Tensor, count: int
+) -> dict[str, torch.Tensor]:
+    """`routing` and `routed` of `count` tokens; of the first, samples [N] and positions in these [N] are given."""
+    rows = torch.from_numpy(np.concatenate(routing))
+    counts = torch.tensor([len(each) for each in routing])
+    starts = counts.cumsum(0) - counts
+    known = positions < counts[owners]
+    routed = F.pad(known, (0, count - len(known)))
+    found = torch.arange(rows.shape[2], dtype=rows.dtype).expand(count, *rows.shape[1:]).clone()
+    found[routed] = rows[(starts[owners] + positions)[known]]
+    return {"routing": found, "routed": routed}
+
+
+def _equal_rows(routing: Sequence[np.ndarray], order: torch.Tensor) -> torch.Tensor:
+    """Tokens at the beginning of each sample, from the second in `order` on, with the experts of the one before."""
+    found = []
+    for one, other in pairwise(order.tolist()):
+        count = min(len(routing[one]), len(routing[other]))
+        equal = (routing[one][:count] == routing[other][:count]).all((1, 2))
+        found.append(count if equal.all() else int(equal.argmin()))
+    return torch.tensor(found, dtype=torch.long)
+
+
 def _share_prefixes(
-    ids: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, multiple: int
+    ids: torch.Tensor,
+    first: torch.Tensor,
+    lengths: torch.Tensor,
+    multiple: int,
+    routing: Sequence[np.ndarray] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]] | None:
     """The tokens of the samples in which beginnings that are equal occur once; None where that saves too few of them.
 
@@ -221,6 +278,8 @@ def _share_prefixes(
     order = torch.tensor(sorted(range(len(keys)), key=as_bytes.__getitem__))
     keys, ends = keys[order], lengths[order]
     common = (keys[1:] == keys[:-1]).int().cumprod(1).sum(1)  # tokens shared with the sample before
+    if len(routing):
+        common = torch.minimum(common, _equal_rows(routing, order))
     distinct = (columns >= F.pad(common, (1, 0))[:, None]) & (columns < ends[:, None])
     count = int(distinct.sum())
     if count > (1 - SHARED_TOKENS) * int(lengths.sum()):
@@ -231,6 +290,7 @@ def _share_prefixes(
     whole = whole[ends[whole].argsort(descending=True, stable=True)]
     expand = tokens[whole][columns < ends[whole, None]]
     collapse = expand.new_full((count,), len(expand)).scatter_reduce_(0, expand, torch.arange(len(expand)), "amin")
+    owners = order[:, None].expand_as(distinct)[distinct]
     by_token = (keys[distinct] - 1, columns.expand_as(distinct)[distinct], collapse)
     packed, positions, collapse = (F.pad(each, (0, -count % multiple)) for each in by_token)
     packing = {
@@ -239,6 +299,7 @@ def _share_prefixes(
         "lengths": ends[whole].tolist(),
         "expand": expand,
         "collapse": collapse,
+        "owners": owners,
     }
     return packed[None], tokens[order.argsort()], packing
 

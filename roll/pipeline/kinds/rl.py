@@ -75,6 +75,7 @@ class RLPipeline(ABC, Generic[ConfigT]):
             "train": replace(
                 sampling_params(train, "actor_infer.generating_args", self._tokenizer),
                 sampling_mask=config.replays_sampling_mask,
+                routing=config.replays_routing,
             ),
             "val": sampling_params(val, "validation.generating_args", self._tokenizer),
         }

@@ -29,7 +29,15 @@ from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
 from roll.rollout.metrics import reported_metrics
 from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
-from roll.rollout.types import GenerateRequest, GenerateResult, Group, SamplingParams, Trajectory
+from roll.rollout.types import (
+    ROUTING_INCOMPLETE,
+    GenerateRequest,
+    GenerateResult,
+    Group,
+    SamplingParams,
+    Trajectory,
+    missing_routing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +92,13 @@ class RLVRWorker(RolloutWorker):
             group.generated_s = time.time()
         with timer.measure("reward"):
             scorable: list[tuple[Group, EncodedPrompt]] = []
-            for group, prompt, responses in zip(groups, prompts, results, strict=True):
+            for group, prompt, asked, responses in zip(groups, prompts, requests, results, strict=True):
                 failed = next((each for each in responses if not _is_sample(each)), None)
                 if failed is not None:
                     group.drop(GENERATION_FAILED, f"{failed.request_id}: {failed.error or 'the response is empty'}")
+                    continue
+                if lack := next(filter(None, map(missing_routing, asked, responses)), None):
+                    group.drop(ROUTING_INCOMPLETE, lack)
                     continue
                 stops = self._sampling[purpose].stop_strings
                 texts = [self._scorer.text(response.response_ids, stops) for response in responses]
@@ -129,7 +140,7 @@ class RLVRWorker(RolloutWorker):
             for index in range(samples)
         ]
         if purpose == "train" and self._greedy:
-            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, sampling_mask=False)
+            greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, sampling_mask=False, routing=False)
             seed = role_seed(self._seed, purpose, group.number, samples)
             name = f"{purpose}-{group.number}-greedy"
             requests.append(GenerateRequest(name, prompt.ids, greedy, seed, group.version))

@@ -45,7 +45,7 @@ from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.base.timers import StepClock
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
 from roll.configs.pipeline import LearnerOptions, role_seed
-from roll.datasets.batch import Batch
+from roll.datasets.batch import ROUTING, Batch
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
 from roll.pipeline.learning.actor_learner import ActorLearner
@@ -420,7 +420,8 @@ class RLLearner(ActorLearner):
         own = {"response_mask": mask}
         if "correction_kept" in ready:  # the correction counts all tokens, the loss only those of `mask`
             own["correction_kept"] = ready.batch["correction_kept"] & mask
-        return Batch({name: each for name, each in ready.tensors().items() if name not in unused} | own)
+        tensors = {name: each for name, each in ready.tensors().items() if name not in unused}
+        return Batch(tensors | own).with_column(ROUTING, ready)
 
     def _loss_options(self, config: PolicySettings) -> dict[str, Any]:
         return {"temperature": self._temperature, "loss": "policy", "loss_config": config}
@@ -497,8 +498,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def metric_name(name: str) -> str:
-    """The name of a training metric in a run: those of the correction keep theirs, all others are the actor's."""
-    return name if name.startswith("correction/") else f"actor/{name}"
+    """The name of a training metric in a run: those of correction and experts keep theirs, others are the actor's."""
+    return name if name.startswith(("correction/", "moe/")) else f"actor/{name}"
 
 
 def reduce_steps(name: str, values: list[float]) -> float:

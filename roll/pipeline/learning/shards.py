@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS, mean_one
-from roll.configs.roles import MegatronRoleConfig, TrainedRoleConfig
-from roll.datasets.batch import Batch
+from roll.configs.roles import ActorTrainConfig, MegatronRoleConfig, TrainedRoleConfig
+from roll.datasets.batch import ROUTING, Batch
 from roll.datasets.collate import SAMPLING_MASK, SAMPLING_MASK_SIZES
 from roll.datasets.micro_batches import OptimizerStepPlan, Prefix, plan_forward, plan_optimizer_steps, sample_cost
 from roll.distributed.train.train_worker import TrainWorker
@@ -70,6 +70,8 @@ async def forward(
         prefixes=shared_prefixes(data, config, cluster.platform),
     )
     inputs = data.select(*LOG_PROB_KEYS, *masks)
+    if isinstance(config, ActorTrainConfig):  # the experts of the policy; other models have their own
+        inputs = inputs.with_column(ROUTING, data)
     shards = []
     for indices, micro_batches in zip(plan.indices, plan.micro_batches, strict=True):
         shard = inputs.select_idxs(indices)

@@ -43,6 +43,16 @@ def _accept_shared_memory_handles() -> None:
     MultiprocessingSerializer.deserialize = staticmethod(deserialize)
 
 
+def _allocate_plain_memory() -> None:
+    """Lets an engine record experts in memory of its own: SGLang would pin it for a device."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: Any, dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typed
     """The `cpu` device for SGLang. All engines of a node share its main memory."""
 
@@ -68,6 +78,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         update_config.update_intermediate_size = _keep_intermediate_size
         sglang_sampling.use_sampling_seeds()
         _accept_shared_memory_handles()
+        _allocate_plain_memory()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")

@@ -10,7 +10,14 @@ from roll.configs.pipeline import role_seed
 from roll.datasets.templates import ConversationEncoder
 from roll.envs.base import Aggregation, episode_metrics, metrics_without_action
 from roll.rollout.ledger import GENERATION_FAILED
-from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams, Trajectory
+from roll.rollout.types import (
+    ROUTING_INCOMPLETE,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    Trajectory,
+    missing_routing,
+)
 from roll.usercode.env_pool import EnvHandle, EnvPool, EnvSpec
 
 
@@ -108,6 +115,7 @@ class Episode:
             sampling=replace(self._sampling, max_new_tokens=limit),
             seed=role_seed(self._seed, self._name, turn),
             version=self._version,
+            routed=0 if trajectory.routing is None else len(trajectory.routing),
         )
 
     async def add_response(self, request: GenerateRequest, result: GenerateResult, text: str) -> None:
@@ -124,6 +132,8 @@ class Episode:
             raise EpisodeFailed(
                 GENERATION_FAILED, f"{request.request_id}: the response is empty, without even a stop token"
             )
+        if lack := missing_routing(request, result):
+            raise EpisodeFailed(ROUTING_INCOMPLETE, lack)
         trajectory = self.trajectory
         turn = trajectory.add_response(request.prompt_ids, result, self._observation, text)
         if result.finish_reason == "length" and len(trajectory.ids) >= self._sequence_length:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -203,3 +204,35 @@ def test_context_ranks_share_the_tokens_of_every_sample_and_score_each_once(leng
         chunks = part.positions // sizes.repeat_interleave(2 * sizes)
         assert {*chunks.tolist()} == {rank, 2 * ranks - 1 - rank}
         assert torch.equal(parts[0].whole[parts[0].split], torch.arange(len(whole)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.lists(st.lists(st.integers(1, 2), min_size=2, max_size=7), min_size=1, max_size=5),
+    layout=st.sampled_from([(False, False), (True, False), (True, True)]),
+    multiple=st.sampled_from([1, 4]),
+    same=st.booleans(),
+)
+def test_each_token_has_the_experts_of_its_sample_and_tokens_are_shared_only_with_the_same_ones(
+    samples, layout, multiple, same
+):
+    """Experts of a token name its sample and position, or with `same` the tokens up to it."""
+    width = max(map(len, samples))
+    ids = torch.tensor([[*sample, *[0] * (width - len(sample))] for sample in samples])
+    tensors = TensorDict({"input_ids": ids, "attention_mask": (ids > 0).long()}, [len(samples)])
+
+    def experts(number, position):
+        value = hash(tuple(samples[number][: position + 1])) if same else 100 * number + position
+        return [[value % 251 + layer + k for k in range(2)] for layer in range(3)]
+
+    routing = [
+        np.array([experts(n, t) for t in range(len(sample) - 1)], np.int16).reshape(-1, 3, 2)
+        for n, sample in enumerate(samples)
+    ]
+    packed, shared = layout
+    micro = make_micro_batch(tensors, range(len(samples)), multiple, packed=packed, shared=shared, routing=routing)
+    assert micro.routing.shape == (micro.input_ids.numel(), 3, 2)
+    rows = micro.hidden_rows.tolist()
+    for row, number, column in zip(rows, micro.samples.tolist(), micro.columns.tolist(), strict=True):
+        assert micro.routed[row] and micro.routing[row].tolist() == experts(number, column - 1)
+    assert (micro.routing[~micro.routed] == torch.arange(2, dtype=torch.int16)).all()
