@@ -119,6 +119,7 @@ def _forward_line(config: RLConfig) -> Line:
 def _agentic_lines(config: AgenticConfig) -> list[Line]:
     manager, turns, trajectories = config.train_env_manager, config.turns, config.rollout_batch_size
     tags = config.tags_of(manager)
+    only_agents = all(config.custom_envs[tag].is_agent for tag in tags)
     tokens = max((config.custom_envs[tag].max_tokens_per_step or 0 for tag in tags), default=0)
     engines, limit = config.actor_infer.layout.data, config.actor_infer.max_running_requests
     groups = f"{trajectories} trajectories / {manager.group_size} train_env_manager.group_size"
@@ -131,7 +132,7 @@ def _agentic_lines(config: AgenticConfig) -> list[Line]:
         Line("trajectories per step", trajectories, "rollout_batch_size"),
         Line("groups per step", config.groups_per_batch, groups),
         *_manager_lines("", manager),
-        Line("turns per trajectory, at most", turns, _of_tags("max_steps", config)),
+        Line("turns per trajectory, at most", turns, _of_tags("max_requests" if only_agents else "max_steps", config)),
         Line("tokens per turn, at most", tokens, _of_tags("max_tokens_per_step", config)),
         Line("tokens per trajectory, at most", config.sequence_length or 0, "sequence_length"),
         samples,
