@@ -53,7 +53,7 @@ def _compare(folder: Path, marker: str, text: str, state: tuple[tuple[str, int, 
 def _files(folder: Path, without: str) -> dict[str, tuple[int, int]]:
     paths = [path for path in _paths(folder) if path != folder / without]
     with ThreadPoolExecutor(THREADS) as pool:
-        sums = pool.map(_checksum, paths)
+        sums = pool.map(size_and_checksum, paths)
         return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
 
 
@@ -61,7 +61,8 @@ def _paths(folder: Path) -> list[Path]:
     return sorted(Path(base, name) for base, _, names in os.walk(folder, followlinks=True) for name in names)
 
 
-def _checksum(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file."""
     checksum = size = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -12,7 +12,7 @@ from typing import Any
 
 from roll.base.errors import Problem
 from roll.compat.recipe import ABSENT, SGLANG, Recipe
-from roll.compat.rules import USER_SECTIONS, Test
+from roll.compat.rules import Test
 
 MEGATRON_ROLES = "actor_train sft_train reference student student_train teacher"
 
@@ -109,26 +109,6 @@ def _trained_by(*names: str) -> tuple[Find, ...]:
     return _of_roles(path, accepts), of_critic
 
 
-LORA_NAME = re.compile(r"(use_|enable_)?(q?lora|peft)(_\w+)?", re.IGNORECASE)
-"""Keys that turn LoRA on in any framework, or set its size."""
-
-
-def _adapters(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """Finds keys of LoRA that are on; beside a target or rank that is off the others have no effect."""
-
-    def walk(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-        off = any(not section.get(name, True) for name in ("lora_target", "lora_rank"))
-        for name, value in section.items():
-            if LORA_NAME.fullmatch(str(name)):
-                size = value.get("rank", value.get("r", True)) if isinstance(value, Mapping) else value
-                if size and not off:
-                    yield f"{path}{name}", value
-            elif isinstance(value, Mapping) and name not in USER_SECTIONS:
-                yield from walk(value, f"{path}{name}.")
-
-    return walk(recipe.tree, "")
-
-
 OPTIONS = "strategy_args.strategy_config"
 VISION = _named(r"[-_]vl\b|[-_]vl[-_]|vision|omni")
 
@@ -144,12 +124,14 @@ CAPABILITIES: dict[str, tuple[Find, ...]] = {
     "multi-head latent attention": _models(_named(r"deepseek-v[23]|moonlight|kimi-k2")),
     "experts with biases": _models(_named(r"gpt-oss")),
     "linear attention": _models(_named(r"qwen3\.5|qwen3-?next|qwen3-coder-next")),
-    "LoRA": (
-        _of_roles("model_args.adapter_name_or_path"),
-        _adapters,
-        _given("finetuning_type adapter peft_type tuner_type train_type", _is("*lora*")),
+    "quantised training": (
+        _given("load_in_4bit load_in_8bit quantization_bit bnb_config quantization_config"),
+        _given("finetuning_type adapter peft_type tuner_type train_type", _is("*qlora*")),
     ),
-    "quantised training": (_given("load_in_4bit load_in_8bit quantization_bit bnb_config quantization_config"),),
+    "adapters other than plain LoRA": (
+        _given("use_dora use_rslora peft_config.use_dora peft_config.use_rslora peft_config.rank_pattern"),
+        _given("finetuning_type adapter tuner_type train_type", _is("*dora*", "*loha*", "*lokr*", "vera")),
+    ),
     "training in fp8": (_of_roles(f"{OPTIONS}.fp8"),),
     "multi-token prediction": (_of_roles("mtp_training_mode", _is("standalone", "joint")),),
     "pipeline parallelism of an engine": (_given(f"{SGLANG}.pipeline_parallel_size {SGLANG}.pp_size", _above_one),),

@@ -19,6 +19,7 @@ from roll.compat.systems.async_trainers import (
     read_trainer_type,
 )
 from roll.compat.systems.fsdp import read_fsdp
+from roll.compat.systems.lora import read_adapters
 from roll.compat.systems.roll import ROLL
 from roll.compat.systems.roll_recipes import (
     PURE_OPD_KIND,
@@ -51,7 +52,7 @@ COMMON = Table(
 [] agentic
 base_url api_base api_key if off: {ENDPOINT}
 []
-lora_* use_lora use_peft *.model.lora*: LoRA is off
+lora_* use_lora use_peft enable_lora peft_config *.model.lora* *.model.target_modules: LoRA is off
 """)
 )
 
@@ -98,6 +99,7 @@ def translate(
     read_rollout_correction(recipe)
     read_verl_file(recipe)
     from_roll = is_roll_recipe(recipe)
+    read_adapters(recipe, from_roll)
     if from_roll:
         drop_nulls(recipe, pipeline, RULES, root)
     read_engine(recipe)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.base.errors import Finding, error, warning
 from roll.base.schema import Condition, needs, one_or_many, option
+from roll.configs.learning.lora import LoraArguments
 from roll.hub.splits import READABLE
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _names(value: Any) -> Any:
 
 
 @dataclass
-class TrainModelArguments(MegatronModelArguments):
+class TrainModelArguments(LoraArguments, MegatronModelArguments):
     """A model that is trained."""
 
     disable_gradient_checkpointing: bool = option(

@@ -28,6 +28,7 @@ from roll.configs.environments import TryEnvironment, check_entries
 from roll.configs.files.folders import check_files
 from roll.configs.files.model_files import check_engine_lengths, check_models, check_tokenizers
 from roll.configs.learning.batch_sizes import check_batch, check_training
+from roll.configs.learning.lora import check_lora, check_lora_model
 from roll.configs.learning.rounding import check_mismatch
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
@@ -112,6 +113,7 @@ def _check_roles(config: BaseConfig) -> Iterator[Finding]:
     if not isinstance(config, AgenticConfig):
         yield from _check_data(config)
     yield from check_training(config)
+    yield from check_lora(config)
 
 
 def _engines(config: BaseConfig) -> Iterator[tuple[str, Any]]:
@@ -142,6 +144,7 @@ def _check_resources(config: BaseConfig) -> Iterator[Finding]:
     yield from check_variables({"system_envs": config.system_envs, **variables})
     yield from check_engine_lengths(config)
     yield from check_models(config)
+    yield from check_lora_model(config)
     yield from check_tokenizers(config)
     yield from check_files(config)
 

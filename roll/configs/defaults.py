@@ -12,6 +12,7 @@ from roll.algorithms.options.policy_options import proximal_source, ratio_base, 
 from roll.base.errors import Problem
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import MAX_REQUESTS, CustomEnvConfig, EnvManagerConfig
+from roll.configs.learning.lora import fill_in_adapter
 from roll.configs.learning.rounding import mismatch_bounds
 from roll.configs.pipeline import BaseConfig, LearnerOptions, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig, TrainedRoleConfig
@@ -54,6 +55,7 @@ def fill_in_defaults(config: BaseConfig) -> list[Problem]:
         section = getattr(config, role, None)
         if section is not None and role not in OWN_MODEL_ROLES and section.model_args.model_name_or_path is None:
             section.model_args.model_name_or_path = config.pretrain
+    fill_in_adapter(config)
     _inherit(config, "data_args", config.actor_train.data_args, skip=("file_name", "split"))
     validation = config.validation.data_args
     validation.file_name = [held_out(name) if is_generated(name) else name for name in validation.file_name]

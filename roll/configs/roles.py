@@ -25,6 +25,7 @@ from roll.configs.asynchronous import PROMPTS_MIX
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig
 from roll.configs.devices.parallel_layout import ParallelLayout, parse_device_mapping
 from roll.configs.devices.system_envs import environment
+from roll.configs.learning.lora import LoraUpdateArguments
 
 ENGINES = ("megatron_train", "megatron_infer", "sglang")
 """Values of `strategy_name`; each role runs one of them."""
@@ -239,7 +240,7 @@ class RouterReplayOptions:
 
 
 @dataclass
-class ActorTrainConfig(TrainedRoleConfig):
+class ActorTrainConfig(LoraUpdateArguments, TrainedRoleConfig):
     """`actor_train`: the policy that is trained."""
 
     absent_keys: ClassVar[dict[str, AbsentKey]] = {

@@ -103,7 +103,18 @@ class CheckpointOptions(StepOptions, ProcessOptions):
         False, "true: the newest complete checkpoint of output_dir; or the path of one."
     )
     save_checkpoint: bool = option(True, "Write checkpoints at all.")
-    save_hf_model: bool = option(False, "Export the final model as a HF folder, output_dir/hf_model.")
+    save_hf_model: bool = option(
+        False, "Export the final model as a HF folder, output_dir/hf_model; of adapters (lora_target) as a PEFT folder."
+    )
+    save_merged_hf_model: bool = option(
+        False,
+        "Export the final model with its adapters added to the weights, as a HF folder, output_dir/merged_hf_model.",
+        only_for=Condition(
+            lambda config, _: config.actor_train.model_args.trains_adapters,
+            "no adapters are trained; save_hf_model exports the model",
+            ("actor_train.model_args.lora_target",),
+        ),
+    )
     save_hf_checkpoints: bool = option(
         False,
         "Export the model as a HF folder in every checkpoint as well, as hf_model.",

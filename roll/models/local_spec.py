@@ -45,6 +45,10 @@ class RMSNorm(torch.nn.Module):
         return _normed(x, self.weight, self.eps, self.centred)
 
 
+AddedOutput = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Input and output of a linear to the output with that of an adapter."""
+
+
 class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron is not typed
     """RMSNorm followed by a linear whose rows are split over tensor-parallel ranks."""
 
@@ -52,13 +56,13 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # M
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.eps, self.centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.adapter: AddedOutput | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Normalizes [S, B, H] before the linear gathers a sequence-parallel input."""
-        result: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-            _normed(x, self.layer_norm_weight, self.eps, self.centred), *args, **kwargs
-        )
-        return result
+        normed = _normed(x, self.layer_norm_weight, self.eps, self.centred)
+        result, bias = super().forward(normed, *args, **kwargs)
+        return result if self.adapter is None else self.adapter(normed, result), bias
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -68,10 +72,12 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.output_norm_weight = _norm_weight(config, output_size)
         self.eps, self.centred = config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+        self.adapter: AddedOutput | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S, B, H / T] to [S, B, H], or to this rank's part of the sequence."""
         output, bias = super().forward(x)
+        output = output if self.adapter is None else self.adapter(x, output)
         return _normed(output, self.output_norm_weight, self.eps, self.centred), bias
 
 

@@ -33,6 +33,9 @@ FOLDER = "checkpoints"
 HF_FOLDER = "hf_model"
 """Folder of the exported model, in the output folder and in checkpoints."""
 
+MERGED_FOLDER = "merged_hf_model"
+"""Folder of the exported model with its adapters added to the weights, in the output folder."""
+
 MARKER = "COMPLETE"
 EXHAUSTED_SHARE = 0.9
 """A failed save that has written this share of the free bytes failed for want of the rest."""

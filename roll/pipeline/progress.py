@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from roll.base.timers import StepClock
 from roll.configs.run_options import LoopOptions
 from roll.distributed.calls.remote_errors import ClusterError
-from roll.pipeline.checkpoint import HF_FOLDER, PipelineState, checkpoints_of, must_fit, step_of, write_folder
+from roll.pipeline.checkpoint import (
+    HF_FOLDER,
+    MERGED_FOLDER,
+    PipelineState,
+    checkpoints_of,
+    must_fit,
+    step_of,
+    write_folder,
+)
 from roll.pipeline.learning.performance import PEAK_TFLOPS, Performance
 from roll.pipeline.parts import BatchHook
 from roll.rollout.source import SampleBatch, SampleSource
@@ -248,6 +256,10 @@ class RunProgress:
             logger.info("writing the model as a Hugging Face folder")
             await self._to_trainer()
             await write_folder(Path(self._config.output_dir) / HF_FOLDER, self._learner.export_hf)
+        if self._config.save_merged_hf_model:
+            logger.info("writing the model with its adapters as a Hugging Face folder")
+            await self._to_trainer()
+            await write_folder(Path(self._config.output_dir) / MERGED_FOLDER, self._learner.export_merged)
 
     async def resume(self) -> None:
         """Continues from the checkpoint that `resume_from_checkpoint` selects, if there is one.

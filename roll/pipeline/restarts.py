@@ -38,8 +38,9 @@ RESTARTING = "restarting"
 
 NOT_LEARNED_FROM = {
     *("source", "resume_from_checkpoint", "max_steps", "exp_name", "output_dir", "logging_dir", "checkpoint_dir"),
-    *("track_with", "tracker_kwargs", "save_hf_model", "save_hf_checkpoints", "save_steps", "logging_steps"),
-    *("rollout_dump_dir", "rollout_dump_steps", "rollout_dump_every", "max_ckpt_to_keep", "profiler_output_dir"),
+    *("track_with", "tracker_kwargs", "save_hf_model", "save_merged_hf_model", "save_steps", "logging_steps"),
+    *("rollout_dump_dir", "rollout_dump_steps", "rollout_dump_every", "max_ckpt_to_keep", "save_hf_checkpoints"),
+    "profiler_output_dir",
 }
 """Sections whose change in a resumed run is usual, and changes nothing that is learned."""
 

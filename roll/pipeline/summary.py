@@ -13,7 +13,7 @@ from pathlib import Path
 from roll.configs.run_options import CheckpointOptions, LoopOptions
 from roll.configs.trackers import METRICS_FILE
 from roll.pipeline.bottleneck_report import Split, bottleneck_report
-from roll.pipeline.checkpoint import HF_FOLDER, checkpoints_of
+from roll.pipeline.checkpoint import HF_FOLDER, MERGED_FOLDER, checkpoints_of
 from roll.pipeline.health import PeakMemory, ended_by
 from roll.pipeline.restarts import RESTARTING, rescheduled_roles
 from roll.trackers import TrackerGroup
@@ -79,9 +79,12 @@ def next_steps(config: LoopOptions, summary: RunSummary, command: str, has_sampl
         if rescheduled_roles(config):
             rows["continue"] += "  (the schedule is stretched over all steps, so the learning rate rises again)"
     if config.save_hf_model:
-        rows["model"] = f"{folder / HF_FOLDER}  (a Hugging Face folder)"
+        kind = "a PEFT adapter" if config.actor_train.model_args.trains_adapters else "a Hugging Face folder"
+        rows["model"] = f"{folder / HF_FOLDER}  ({kind})"
     elif saved is not None:
         rows["export"] = f"{command} resume_from_checkpoint=true save_hf_model=true  (writes {folder / HF_FOLDER})"
+    if config.save_merged_hf_model:
+        rows["merged"] = f"{folder / MERGED_FOLDER}  (a Hugging Face folder)"
     return [*lines, *(f"{'':11} {name:9} {text}" for name, text in rows.items())]
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from roll.base.text import gibibytes
 from roll.configs.arguments import DTYPE_BYTES, OLD_LOG_PROBS
 from roll.configs.devices.megatron import part_layers, stage_layers, virtual_stages
+from roll.configs.learning.lora import adapter_parameters
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig
@@ -97,11 +98,15 @@ def _training_stage(
     dense, experts = _stage_parameters(worker, shape, stage)
     count = dense + experts
     gradient = 4 if megatron.accumulate_allreduce_grads_in_fp32 else size
-    trained = dense - _frozen(worker, shape, stage)
-    optimizer, host = _optimizer(worker, trained, experts, gradient)
+    model, adapters = worker.model_args, 0
+    trained = dense - _frozen(worker, shape, stage) + experts
+    if model.trains_adapters:
+        layers = stage_layers(shape.layers, megatron)[stage]
+        trained = adapters = adapter_parameters(shape, model, layers, layout.tensor)
+    optimizer, host = _optimizer(worker, trained - experts * (not adapters), experts * (not adapters), gradient)
     states = [
-        _weights(count, experts, size, shape, layout.expert),
-        MemoryLine("gradients", (trained + experts) * gradient, f"{trained + experts:,} parameters x {gradient} B"),
+        _weights(count + adapters, experts, size, shape, layout.expert),
+        MemoryLine("gradients", trained * gradient, f"{trained:,} parameters x {gradient} B"),
         optimizer,
     ]
     last = stage == layout.pipeline - 1
@@ -113,7 +118,7 @@ def _training_stage(
         training += [MemoryLine("value head", 2 * tokens * shape.hidden * 4, copies)]
     elif last:
         training += [_head(tokens, shape, layout.tensor, platform, keep=True)]
-        training += [_head_gradient(tokens, shape, layout.tensor, size, platform)]
+        training += [_head_gradient(tokens, shape, layout.tensor, size, trained=not model.trains_adapters)]
         training += _teacher_tokens(config, _training_tokens(config, worker), shape)
     passes = [training]
     if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
@@ -320,14 +325,14 @@ def _head(tokens: int, shape: ModelShape, tensor: int, platform: str, keep: bool
     return MemoryLine("output head", (whole if kept else min(whole, chunk)) + gradient, formula)
 
 
-def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, platform: str) -> MemoryLine:
-    """The sum in fp32 of the weights' gradient over chunks, with its rounded copy, and hidden states with theirs."""
+def _head_gradient(tokens: int, shape: ModelShape, tensor: int, size: int, trained: bool) -> MemoryLine:
+    """Hidden states with their gradient, and of a trained head the sum in fp32 over chunks, with its rounded copy."""
     columns = shape.padded_vocabulary(tensor) // tensor
     each = 4 if size == 4 else 4 + size
-    summed = f"{columns:,} vocabulary rows x {shape.hidden:,} x {each} B, summed in fp32"
+    summed = f"{columns:,} vocabulary rows x {shape.hidden:,} x {each} B, summed in fp32; " if trained else ""
     states = f"hidden states and gradients 2 x {tokens:,} x {shape.hidden:,} x {size} B"
-    total = columns * shape.hidden * each + 2 * tokens * shape.hidden * size
-    return MemoryLine("head gradient", total, f"{summed}; {states}")
+    total = columns * shape.hidden * each * trained + 2 * tokens * shape.hidden * size
+    return MemoryLine("head gradient", total, f"{summed}{states}")
 
 
 def _teacher_tokens(config: BaseConfig, tokens: int, shape: ModelShape) -> list[MemoryLine]:

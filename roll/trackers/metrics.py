@@ -205,6 +205,16 @@ PREFERENCES = (
     Metric("actor/chosen_log_prob", "nats", "Mean log-prob of a token of the better responses (sft_loss_coef)."),
 )
 
+LORA = (
+    Metric("lora/norm_a", "", "Norm of all matrices A of the adapters (lora_target) after the step."),
+    Metric("lora/norm_b", "", "Norm of all matrices B of the adapters; 0 before the first optimizer step."),
+    Metric(
+        "lora/update_norm",
+        "",
+        "Norm of what the adapter adds to a weight over the norm of the weight, of the layer where it is largest.",
+    ),
+)
+
 CRITIC = (
     Metric("critic/loss", "score^2", "Value loss: half the squared distance of values and returns."),
     Metric(
@@ -295,6 +305,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Prompt accounting": LEDGER,
     "Advantages": ADVANTAGE,
     "Actor": ACTOR,
+    "LoRA": LORA,
     "Critic": CRITIC,
     "Preferences": PREFERENCES,
     "Off-policy correction": CORRECTION,

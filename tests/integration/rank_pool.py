@@ -57,6 +57,7 @@ class RankContext:
         reward_model: bool = False,
         frozen_parts: Sequence[str] = (),
         replays: bool = False,
+        lora: dict[str, Any] | None = None,
         **pipeline: Any,
     ) -> Any:
         """An initialised strategy of this rank; shut it down before asking for the next.
@@ -103,7 +104,7 @@ class RankContext:
             kind_of_role = RewardModelTrainConfig if reward_model else CriticConfig if critic else ActorTrainConfig
             worker = kind_of_role(
                 model_args=TrainModelArguments(
-                    model_name_or_path=str(model), dtype=dtype, freeze_module_prefix=[*frozen_parts]
+                    model_name_or_path=str(model), dtype=dtype, freeze_module_prefix=[*frozen_parts], **(lora or {})
                 ),
                 training_args=TrainingArguments(**({"learning_rate": 1e-3} | (training or {}))),
                 strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes | (megatron or {}))),

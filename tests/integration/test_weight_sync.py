@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from roll.distributed.processes import descendants
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.resources import ResourceManager
 from roll.distributed.weights.broadcast import BroadcastTransport
+from roll.distributed.weights.plan import spec_bytes
 from roll.distributed.weights.report import Transfer, UpdateReport
 from roll.distributed.weights.synchronizer import STEP_GRACE_S, WeightSynchronizer, WeightUpdateError
 from roll.distributed.worker import Worker
@@ -43,12 +44,13 @@ pytestmark = pytest.mark.integration
 
 SLOTS = 6
 MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4]}
+DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4], "lora": [5]}
+ADAPTED = ["q_proj", "v_proj", "down_proj"]
 
 
-def megatron(devices: list[int], **sizes: int) -> ActorTrainConfig:
+def megatron(devices: list[int], lora: Sequence[str] = (), **sizes: int) -> ActorTrainConfig:
     return ActorTrainConfig(
-        model_args=TrainModelArguments(dtype="fp32"),
+        model_args=TrainModelArguments(dtype="fp32", lora_target=[*lora], lora_rank=4, lora_alpha=8),
         strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
         device_mapping=devices,
     )
@@ -87,6 +89,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     trained = {
         "tp2": megatron(DEVICES["tp2"], tensor_model_parallel_size=2),
         "pp2": megatron(DEVICES["pp2"], pipeline_model_parallel_size=2),
+        "lora": megatron(DEVICES["lora"], ADAPTED),
     }
     train = {
         role: Cluster(role, FaultyWorker, worker, config, resources, worker.layout) for role, worker in trained.items()
@@ -108,6 +111,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "tp2 own rank": FaultySynchronizer(train["tp2"], engine, config, OwnRankTransport),
             "tp2 shared": FaultySynchronizer(train["tp2"], engine, config),
             "pp2 shared": FaultySynchronizer(train["pp2"], engine, config),
+            "lora": FaultySynchronizer(train["lora"], engine, config),
+            "lora broadcast": FaultySynchronizer(train["lora"], engine, config, BroadcastTransport),
         }
         for synchronizer in synchronizers.values():
             asyncio.run(synchronizer.setup())
@@ -190,6 +195,30 @@ def check_three_updates(world: World, role: str, path: str) -> None:
         assert disagreement(world, role, 1.0) < 1e-4
         assert disagreement(world, role, 0.7) < 1e-4
         world.train[role].call(ALL, FaultyWorker.scale_weights, 0.97).get()
+
+
+@pytest.mark.parametrize("path", ["lora", "lora broadcast"])
+def test_updates_after_the_first_send_the_layers_with_adapters_alone(world: World, path: str) -> None:
+    """A fault in between makes the next update a whole one; every update is verified against all parameters."""
+    whole = sum(spec_bytes(spec) for source in world.synchronizers[path]._transport.sources for spec in source.specs)
+    layers = [
+        spec_bytes(spec)
+        for source in world.synchronizers[path]._transport.sources
+        for spec in source.specs
+        if any(name in spec.name for name in ("self_attn.q", "self_attn.k", "self_attn.v", "down_proj"))
+        and not spec.name.endswith("bias")
+    ]
+    sent = []
+    for seed in range(5):
+        if seed == 3:
+            with pytest.raises(WeightUpdateError, match="was not sent"):
+                update(world, path, Fault("drop", "model.layers.3.mlp.down_proj.weight"))
+        report = update(world, path)
+        assert report.verified
+        sent.append(report.bytes)
+        assert disagreement(world, "lora", 1.0) < 1e-4
+        world.train["lora"].call(ALL, FaultyWorker.move_adapters, seed).get()
+    assert sent == [whole, sum(layers), sum(layers), whole, sum(layers)]
 
 
 def test_weights_are_verified_once_where_configured(world: World) -> None:

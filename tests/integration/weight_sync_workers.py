@@ -52,11 +52,11 @@ class FaultyWeights:
     def __getattr__(self, name: str):
         return getattr(self._weights, name)
 
-    def gathered(self, receivers: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return self._faulty(self._weights.gathered(receivers))
+    def gathered(self, receivers: Collection[int], without=()) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return self._faulty(self._weights.gathered(receivers, without))
 
-    def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
-        return self._faulty(self._weights.slice_writers())
+    def slice_writers(self, without=()) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+        return self._faulty(self._weights.slice_writers(without))
 
     def _faulty(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         for name, value in named:
@@ -122,6 +122,15 @@ class FaultyWorker(TrainWorker):
         with torch.no_grad():
             for parameter in self.train_strategy._state_tensors("parameters"):
                 parameter.mul_(factor)
+
+    @register()
+    def move_adapters(self, seed: int) -> None:
+        """Adds random numbers to all adapters."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.train_strategy._parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
     @register()
     def set_fault(self, fault: Fault | None) -> None:

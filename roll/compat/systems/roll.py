@@ -194,10 +194,8 @@ model_args.model_config_kwargs if off: the model's config.json is used as it is;
 model_args.moe_aux_loss_coef if off: experts are not balanced by a loss
 model_args.ulysses_size if null 0 1: a sequence is not split
 model_args.vision_dp if off: the model families here read text
-model_args.lora_*: there is no LoRA without lora_target
-model_args.additional_target if off: there is no LoRA
-model_args.autocast_adapter_dtype: there is no LoRA
-model_args.adapter_name_or_path if off: there is no LoRA
+model_args.additional_target if off: adapters alone are trained, without other weights
+model_args.autocast_adapter_dtype: adapters have the dtype of the model
 training_args.num_train_epochs: max_steps sets the length of the run
 training_args.max_steps: max_steps of the run sets the length of the schedule
 training_args.dataloader_*: there is no data loader

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.base.errors import Finding, error, warning
 from roll.configs.devices.parallel_layout import spans
+from roll.configs.learning.lora import base_is_reference
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig
 from roll.configs.scoring.scoring_roles import SCORING_MODELS, ScoringEngineConfig
 
@@ -34,7 +35,7 @@ class Need:
 
 
 def _reference_terms(config: BaseConfig) -> str:
-    if not config.uses_reference:
+    if not config.uses_reference or base_is_reference(config):
         return ""
     if config.pipeline == "dpo":
         return "pipeline dpo needs it"

@@ -5,10 +5,11 @@ Imports Megatron: on a CPU, `Platform.prepare_megatron` must be called before th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,7 +21,7 @@ from tensordict import TensorDict
 from roll.algorithms.aggregation import LossScale
 from roll.algorithms.losses import LOSSES
 from roll.algorithms.options.policy_options import PolicySettings
-from roll.configs.arguments import TORCH_DTYPES
+from roll.configs.arguments import TORCH_DTYPES, TrainModelArguments
 from roll.configs.devices.megatron import MegatronConfig, MegatronTrainConfig, virtual_stages, with_defaults
 from roll.configs.devices.parallel_layout import ParallelLayout, RankCoordinates
 from roll.configs.pipeline import role_seed
@@ -30,6 +31,7 @@ from roll.datasets.batch import ROUTING, Batch
 from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train.checkpoint import megatron_checkpoint
 from roll.distributed.train.checkpoint.background_save import BackgroundSave
+from roll.distributed.train.checkpoint.frozen_base import Base, frozen_base
 from roll.distributed.train.host_copies import ALL_STATES, HostCopies, StateKind
 from roll.distributed.train.learning_rate import LearningRate
 from roll.distributed.train.megatron_forward import (
@@ -59,6 +61,7 @@ from roll.hub.names import local_model
 from roll.models.families.frozen import frozen_names
 from roll.models.families.shape import ModelShape, known_model_shape
 from roll.models.hf_import import import_hf
+from roll.models.lora import AdapterOptions, Adapters, adapter_norms, attach_adapters, first_adapter, saved_adapter
 from roll.platforms.platform import Platform
 
 
@@ -90,6 +93,7 @@ class MegatronInferStrategy:
         self.platform = platform
         self.role = role
         self.megatron: MegatronConfig = worker_config.strategy_args.strategy_config
+        self.adapters: Sequence[Adapters] = ()
 
     def initialize(self) -> None:
         """Joins the role's process group at MASTER_ADDR and MASTER_PORT, and builds the model with its weights.
@@ -142,6 +146,7 @@ class MegatronInferStrategy:
             `meta_info["sum_pi_squared"]` also `sum_pi_squared` [B, T], the sum of the squared probabilities of all
             tokens that could have been token t. With `meta_info["top_k"]` instead `top_ids` [B, T, K] int32, the most
             likely tokens in place of token t, -1 for none, and `top_log_probs` [B, T, K]; K is at most the vocabulary.
+            With `meta_info["base"]` they are those of the model without its adapters.
         """
         more = ("top_ids", "top_log_probs") if data.meta_info.get("top_k") else ("sum_pi_squared",)
         return self._score(data, ("log_probs", "entropy", *more))
@@ -162,7 +167,8 @@ class MegatronInferStrategy:
         squares = bool(meta.get("sum_pi_squared"))
         top_k = int(meta.get("top_k", 0))
         self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
-        outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
+        with self.adapters[0].off() if meta.get("base") else contextlib.nullcontext():
+            outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
         if outputs is None:
             return Batch({})
         return Batch(dict(zip(names, outputs, strict=False)))
@@ -283,7 +289,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
 
             results.append(self.optimizer_step(data, step["micro_batches"], loss, entropy_gradient))
         self._finish_gathers()
-        return over_optimizer_steps(results)
+        return over_optimizer_steps(results) | self._adapter_norms(results)
 
     def train_step_with_log_probs(self, data: Batch) -> tuple[dict[str, float], Batch]:
         """`train_step` with one optimizer step, and what its forward passes gave, before the update.
@@ -330,18 +336,26 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         They are written while this rank computes; its next optimizer step waits until they are.
         """
         self.states.require(*ALL_STATES)
-        self.saving.start(megatron_checkpoint.begin_save(folder, self.wrapped, self.optimizer, self.optimizer_steps))
+        steps, base = self.optimizer_steps, self._base()
+        self.saving.start(megatron_checkpoint.begin_save(folder, self.wrapped, self.optimizer, steps, base))
 
     def load_checkpoint(self, folder: Path) -> None:
         """Restores what `begin_checkpoint` wrote: at the same layout bit for bit, at another without random state.
 
         Raises:
             FileNotFoundError: `folder` contains no checkpoint.
-            ValueError: it was written in another precision, or at another layout by an earlier version.
+            ValueError: it was written in another precision, at another layout by an earlier version, or for other
+                frozen weights.
         """
         self.states.require(*ALL_STATES)
         self.saving.wait()
-        self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer)
+        self.optimizer_steps = megatron_checkpoint.load(folder, self.wrapped, self.optimizer, self._base())
+
+    def _base(self) -> Base | None:
+        """What a checkpoint without the model's own weights belongs to; None where it has them."""
+        model = self.worker_config.model_args
+        assert isinstance(model, TrainModelArguments)
+        return frozen_base(self.model_folder, model) if self.adapters else None
 
     def memory(self) -> dict[str, int]:
         """As for a frozen model, and the bytes of gradient buffers and optimizer state with its fp32 weights."""
@@ -380,16 +394,37 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         frozen = frozen_names(self.model, role.model_args.freeze_module_prefix)
         for stage in self.stages:
             freeze(stage, self.model, frozen, self.layout.expert_place(self.rank))
+        if role.model_args.trains_adapters:
+            self.adapters = self._attach_adapters(role.model_args)
         self.wrapped = wrap_model(self.stages, megatron)
         self.optimizer = build_optimizer(self.wrapped, role.training_args, megatron)
         self.forward = self._forward_pass(self.wrapped)
         if isinstance(role, ActorTrainConfig) and role.router_replay.replays:
             self.forward.replay = RoutingReplay(self.stages, megatron.recompute_granularity == "full")
-        self.weights = MegatronWeights(self.stages, self.model, self.model_folder, self.layout)
+        self.weights = MegatronWeights(self.stages, self.model, self.model_folder, self.layout, self.adapters)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
         self.saving: BackgroundSave = BackgroundSave(self.device, self.pipeline_config.rpc_timeout_s)
         self._finish_gathers()
+
+    def _attach_adapters(self, model: TrainModelArguments) -> list[Adapters]:
+        """Adapters on all virtual stages, which are frozen: the first ones, or those of `adapter_name_or_path`."""
+        options = AdapterOptions(model.lora_target, model.lora_rank, model.lora_scale)
+        source = first_adapter(lambda name: role_seed(self.pipeline_config.seed, self.role, name))
+        if model.adapter_name_or_path is not None:
+            source = saved_adapter(Path(model.adapter_name_or_path), self.model, model.lora_target)
+        return attach_adapters(self.stages, self.model, options, self.coordinates.tensor, self.layout.tensor, source)
+
+    def _adapter_norms(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """`lora/...` after these optimizer steps; none without adapters.
+
+        Raises:
+            RuntimeError: the steps had gradients, and the adapters still add nothing.
+        """
+        norms = adapter_norms(self.adapters) if self.adapters else {}
+        if norms and not norms["lora/update_norm"] and any(step["grad_norm"] * step["lr"] for step in steps):
+            raise RuntimeError(f"optimizer step {self.optimizer_steps}: the adapters have gradients and did not change")
+        return norms
 
     def _finish_gathers(self) -> None:
         """With `overlap_param_gather`, gathers the weights that a next optimizer step would gather while it runs.

@@ -16,13 +16,18 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.configs.learning.lora import LoraArguments, peft_config
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.weights.plan import WeightSpec
 from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
+from roll.models.families.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll.models.families.shape import ModelShape
 from roll.models.families.weights import WeightRule, model_rules
 from roll.models.hf_import import rules_of
+from roll.models.lora import Adapter, Adapters
+
+GENERATION_CONFIG = "generation_config.json"
 
 FILE_BYTES = 4 * 2**30
 """A safetensors file is closed when the next tensor would make it larger."""
@@ -37,12 +42,19 @@ class StageWeight:
         rules: one, or the same weight of several experts, in the order of the ranks that have these.
         ranks: in the order of the shards: those of the first rule, then those of the next.
         group: of these ranks.
+        adapter: what is added to the parameter.
     """
 
     parameter: torch.nn.Parameter
     rules: tuple[WeightRule, ...]
     ranks: range
     group: dist.ProcessGroup
+    adapter: Adapter | None = None
+
+    def shard(self) -> torch.Tensor:
+        """This rank's part, with the adapter."""
+        weight = self.parameter.detach()
+        return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
     def is_split(self) -> bool:
@@ -69,14 +81,21 @@ class StageWeight:
 class MegatronWeights:
     """The weights of one pipeline stage, all its virtual stages together, under their HF names; those of experts last.
 
-    Tensors may share memory with the model, which came from `folder`: use them before the next training step.
+    Adapters are added to the weights, which themselves stay as they are. Tensors may share memory with the model, which
+    came from `folder`: use them before the next training step.
     """
 
     def __init__(
-        self, stages: Sequence[HiddenStateModel], model: ModelShape, folder: Path, layout: ParallelLayout
+        self,
+        stages: Sequence[HiddenStateModel],
+        model: ModelShape,
+        folder: Path,
+        layout: ParallelLayout,
+        adapters: Sequence[Adapters] = (),
     ) -> None:
         self._model, self.folder, self._layout = model, folder, layout
         self._dtype, self._rank = stages[0].config.params_dtype, dist.get_rank()
+        self._adapters = {id(base): adapter for each in adapters for base, adapter in each.pairs()}
         weights = [weight for stage in stages for weight in self._weights_of(stage)]
         self._weights = sorted(weights, key=lambda weight: weight.rules[0].is_expert)
 
@@ -94,8 +113,13 @@ class MegatronWeights:
                 yield (
                     StageWeight(parameter, rules, *experts)
                     if rule.is_expert
-                    else StageWeight(parameter, (rule,), *dense)
+                    else StageWeight(parameter, (rule,), *dense, self._adapters.get(id(parameter)))
                 )
+
+    def frozen(self) -> frozenset[str]:
+        """Names of the weights that training does not change."""
+        fixed = (each for each in self._weights if each.adapter is None and not each.parameter.requires_grad)
+        return frozenset(name for each in fixed for name in each.names)
 
     @property
     def source(self) -> int:
@@ -132,16 +156,41 @@ class MegatronWeights:
             assert tensor is not None
             yield name, tensor
 
-    @torch.no_grad()
-    def gathered(self, receivers: Collection[int]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapters' tensors by their names in a PEFT folder, on every rank; collective as `full_tensors`."""
+        weights = [
+            StageWeight(parameter, (rule,), each.ranks, each.group)
+            for each in self._weights
+            if each.adapter is not None
+            for rule, parameter in each.adapter.weights
+        ]
+        targets = {name for adapter in self._adapters.values() for name in adapter.targets}
+        for name, tensor in self._gather(weights, range(self._layout.world_size)):
+            assert tensor is not None
+            if name in targets:
+                yield name, tensor
+
+    def gathered(
+        self, receivers: Collection[int], without: Collection[str] = ()
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Full tensors on the ranks `receivers`, and None for every name on those that only send their shards.
 
-        Collective over the ranks that take part. The gather of the next parameter runs while one is used.
+        Collective over the ranks that take part. Names in `without`, all of a parameter or none, are left out.
         """
-        started = [self._start_gather(each, receivers) for each in self._weights[:1]]
-        for index, weight in enumerate(self._weights):
-            if index + 1 < len(self._weights):
-                started.append(self._start_gather(self._weights[index + 1], receivers))
+        return self._gather(self._others(without), receivers)
+
+    def _others(self, without: Collection[str]) -> list[StageWeight]:
+        return [each for each in self._weights if each.names[0] not in without]
+
+    @torch.no_grad()
+    def _gather(
+        self, weights: Sequence[StageWeight], receivers: Collection[int]
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The gather of the next parameter runs while one is used."""
+        started = [self._start_gather(each, receivers) for each in weights[:1]]
+        for index, weight in enumerate(weights):
+            if index + 1 < len(weights):
+                started.append(self._start_gather(weights[index + 1], receivers))
             work, shards = started.pop(0)
             if work is not None:
                 work.wait()
@@ -150,13 +199,13 @@ class MegatronWeights:
                 names, [None] * len(names) if shards is None else weight.merge(shards, self._model), strict=True
             )
 
-    def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
+    def slice_writers(self, without: Collection[str] = ()) -> Iterator[tuple[str, Callable[[torch.Tensor], None]]]:
         """For every HF name, a function that copies what this rank has of it into the full tensor; no communication.
 
         The functions of other ranks' experts do nothing, as those of ranks whose copy of a weight is not the sent one.
         """
-        for weight in self._weights:
-            shard, place = weight.parameter.detach(), divmod(self._rank - weight.ranks.start, weight.tensor_ranks)
+        for weight in self._others(without):
+            shard, place = weight.shard(), divmod(self._rank - weight.ranks.start, weight.tensor_ranks)
             for number, rule in enumerate(weight.rules):
                 writes = number == place[0] and self.source in weight.ranks
                 for part, name in enumerate(rule.hf):
@@ -167,7 +216,7 @@ class MegatronWeights:
         self, weight: StageWeight, receivers: Collection[int]
     ) -> tuple[dist.Work | None, list[torch.Tensor] | None]:
         """A started gather, and where it puts the shards; None for those of a rank that only sends."""
-        shard, group = weight.parameter.detach(), weight.group
+        shard, group = weight.shard(), weight.group
         receiving = [index for index, rank in enumerate(weight.ranks) if rank in receivers]
         receives = self._rank in receivers
         if not receiving or not weight.is_split:
@@ -200,6 +249,22 @@ class MegatronWeights:
             _copy_small_files(self.folder, folder, self._dtype, self._model)
         dist.barrier()
 
+    def export_adapter(self, folder: Path, model: LoraArguments) -> None:
+        """Writes a PEFT folder: the adapters of all stages, their configuration and the tokenizer; collective."""
+        own = {name: tensor.cpu().contiguous() for name, tensor in self.adapter_tensors()}
+        parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, own if self._rank == self.source else {})
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor for part in parts for name, tensor in part.items()}
+            save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+            config = peft_config(model, {name.split(".")[-3] for name in tensors}, str(self.folder))
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            for path in _small_files(self.folder):
+                if path.name not in (CONFIG_NAME, GENERATION_CONFIG):
+                    shutil.copyfile(path, folder / path.name)
+        dist.barrier()
+
     def _files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """File names and their tensors, up to `FILE_BYTES` each, on the stage's source rank."""
         number = parallel_state.get_pipeline_model_parallel_rank() + 1
@@ -223,15 +288,20 @@ def _leave(target: torch.Tensor) -> None:
 
 def _copy_small_files(source: Path, folder: Path, dtype: torch.dtype, model: ModelShape) -> None:
     """Config (with the dtype now written, and the class of a value model), generation settings and tokenizer."""
-    for path in source.iterdir():
-        if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != WEIGHT_INDEX:
-            shutil.copyfile(path, folder / path.name)
+    for path in _small_files(source):
+        shutil.copyfile(path, folder / path.name)
     config = json.loads((source / CONFIG_NAME).read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     if model.value_head:
         config |= _value_settings(source, model)
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _small_files(source: Path) -> list[Path]:
+    suffixes = {".json", ".jinja", ".model", ".txt"}
+    files = (path for path in source.iterdir() if path.is_file() and path.suffix in suffixes)
+    return [path for path in files if path.name != WEIGHT_INDEX]
 
 
 def _value_settings(source: Path, model: ModelShape) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from roll.configs.learning.lora import LoraArguments
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.processes import gc_freeze, gc_paused
 from roll.distributed.train.weight_sender import SendError, WeightSender
@@ -121,7 +122,17 @@ class TrainWorker(Worker):
 
     @register()
     def export_hf(self, folder: Path) -> None:
-        """Writes a HF folder; every rank its part."""
+        """Writes a HF folder, or a PEFT folder of adapters; every rank its part."""
+        self.train_strategy.states.require("parameters")
+        model = self.train_strategy.worker_config.model_args
+        if isinstance(model, LoraArguments) and model.trains_adapters:
+            self.train_strategy.weights.export_adapter(folder, model)
+        else:
+            self.train_strategy.weights.export_hf(folder)
+
+    @register()
+    def export_merged(self, folder: Path) -> None:
+        """Writes a HF folder with the adapters added to the weights; every rank its part."""
         self.train_strategy.states.require("parameters")
         self.train_strategy.weights.export_hf(folder)
 

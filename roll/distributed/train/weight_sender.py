@@ -7,18 +7,19 @@ broadcast to all engines or through memory that training ranks and engines of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from roll.distributed.infer.sglang_checksums import EngineChecksums
+from roll.distributed.infer.sglang_checksums import EngineChecksums, engine_places
 from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.weights.shm_buckets import ShmBuckets, cuda_ipc_handle, flattened, views_of
 from roll.distributed.worker import WorkerRank
+from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class StageSource:
     specs: list[WeightSpec]
     address: str
     names: frozenset[str]
+    frozen: frozenset[str] = frozenset()
+    """Names of those that no training changes."""
+    frozen_parameters: frozenset[str] = frozenset()
+    """Names of the engine's parameters that consist of these."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class WeightSender:
         self._tensors: StageWeights[torch.Tensor | None] | None = None
         self._writers: StageWeights[Callable[[torch.Tensor], None]] | None = None
         self._gathered: list[torch.Tensor] = []
+        self._left_out = frozenset[str]()
         self._checksums: EngineChecksums | None = None
 
     @property
@@ -129,7 +135,17 @@ class WeightSender:
         """What this rank's stage sends, on its source rank; None elsewhere."""
         if not self.is_source:
             return None
-        return StageSource(self.stage, self.weights.specs(), self.rank.address, self.weights.names_of_model())
+        specs, frozen, held = self.weights.specs(), self.weights.frozen(), frozenset[str]()
+        if frozen:
+            places = engine_places(known_model_shape(self.weights.folder))
+            parameters = {spec.name: places[spec.name].parameter for spec in specs if spec.name in places}
+            changed = {parameter for name, parameter in parameters.items() if name not in frozen}
+            held = frozenset(parameters.values()) - changed
+        return StageSource(self.stage, specs, self.rank.address, self.weights.names_of_model(), frozen, held)
+
+    def _unsent(self, buckets: Sequence[Bucket]) -> frozenset[str]:
+        """Names of frozen weights that the plan leaves out, since the engines have them."""
+        return self.weights.frozen() - {spec.name for bucket in buckets for spec in bucket.specs}
 
     # Broadcast: one group per stage, of its source rank and all engine ranks.
 
@@ -173,7 +189,7 @@ class WeightSender:
         checksums = None
         if checksum_ranks and self.is_source:
             checksums = EngineChecksums.of_model(self.weights.folder, checksum_ranks)
-        tensors = StageWeights(self.weights.gathered([self.weights.source]))
+        tensors = StageWeights(self.weights.gathered([self.weights.source], self._unsent(stages[self.stage])))
         sent = 0
         previous: tuple[dist.Work | None, torch.Tensor] | None = None
         try:
@@ -257,6 +273,8 @@ class WeightSender:
             return None
         self._states.require("parameters")
         bucket, is_last = stages[self.stage][index], index == len(stages[self.stage]) - 1
+        if index == 0:
+            self._left_out = self._unsent(stages[self.stage])
         receivers = [engine for engine, rank in enumerate(sources[self.stage]) if rank == self.rank.rank]
         if self._shm is not None:
             handle = self._write_slices(self._shm, index, bucket, is_last)
@@ -271,7 +289,7 @@ class WeightSender:
     def _write_slices(self, shm: ShmBuckets, index: int, bucket: Bucket, is_last: bool) -> bytes:
         if index == 0:
             self.release_buckets()
-            self._writers = StageWeights(self.weights.slice_writers())
+            self._writers = StageWeights(self.weights.slice_writers(self._left_out))
         assert self._writers is not None, "bucket 0 comes first"
         for spec, (_, target) in zip(bucket.specs, views_of(shm.bucket(index, bucket), bucket.specs), strict=True):
             self._writers.take(spec)(target)
@@ -283,7 +301,7 @@ class WeightSender:
         """Views of the bucket's tensors on the ranks `receiving`."""
         if index == 0:
             self.release_buckets()
-            self._tensors = StageWeights(self.weights.gathered(receiving))
+            self._tensors = StageWeights(self.weights.gathered(receiving, self._left_out))
         assert self._tensors is not None, "bucket 0 comes first"
         gathered = [self._tensors.take(spec) for spec in bucket.specs]
         if is_last:

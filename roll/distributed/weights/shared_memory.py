@@ -36,7 +36,8 @@ class SharedMemoryTransport(Transport):
         """On a CPU, opens the same memory on all ranks of a stage."""
         if self._connected:
             return
-        largest = [max(bucket.bytes for bucket in stage) for stage in self.buckets()]
+        plans = zip(self.buckets(whole=True), self.buckets(whole=False), strict=True)
+        largest = [max(bucket.bytes for bucket in [*whole, *changed]) for whole, changed in plans]
         created = await self._train.call(ALL, TrainWorker.create_shm, largest)
         addresses = [address for address in created if address is not None]
         await self._train.call(ALL, TrainWorker.open_shm, addresses)

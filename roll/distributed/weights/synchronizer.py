@@ -97,6 +97,10 @@ class WeightSynchronizer:
         self._to_verify = 1 if devices is None else 2
         """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
         which is the first to engines that have discarded their weights."""
+        self._complete = set[int]()
+        """Engines that have the frozen weights, which the next update leaves out."""
+        self._frozen_parameters = frozenset[str]()
+        self._frozen_checksums: dict[str, str] = {}
         self._failures = 0
         self._unanswered = 0
         """Updates of restarted engines, one after the other, in which a training rank did not answer."""
@@ -114,6 +118,7 @@ class WeightSynchronizer:
         described = await self._train.call(ALL, TrainWorker.describe_weights)
         sources = sorted((source for source in described if source is not None), key=lambda source: source.stage)
         check_stages([source.specs for source in sources], sources[0].names if sources else None)
+        self._frozen_parameters = frozenset[str]().union(*(source.frozen_parameters for source in sources))
         self._transport.sources = sources
 
     async def update_weights(self, version: int) -> UpdateReport:
@@ -303,6 +308,8 @@ class WeightSynchronizer:
         """One transaction, which ends by `sync_timeout_s`; with `alone` other engines serve, with these weights."""
         infer, transport = self._infer, self._transport
         transport.engines = engines
+        known, self._complete = self._complete - {*self._monitor.started}, set()
+        transport.whole = self._devices is not None or not known.issuperset(engines)
         if self._devices is not None:
             self.stale_weights = True  # engines discard their weights when the trainer gets their devices
             await self._devices.to_update()  # pauses the engines, and has the deadlines of its own calls
@@ -324,13 +331,24 @@ class WeightSynchronizer:
             if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
                 await step("flush", infer.call(engines, InferWorker.flush_cache))
             if verify:
-                await step("verify", self._verify(sent.checksums, engines))
+                await step("verify", self._verify(self._expected(sent.checksums), engines))
             await step("commit", infer.call(engines, InferWorker.commit_update))
             if self._devices is not None:
                 await step("hand over devices", self._devices.to_engines())
             self.stale_weights = self.stale_weights and alone
             await step("resume", infer.call(engines, InferWorker.resume))
+        self._complete = known.union(engines)
         return time.perf_counter() - paused, sent
+
+    def _expected(self, sent: dict[str, str]) -> dict[str, str]:
+        """The checksums of all parameters of an engine; those of frozen weights are from the update that sent them."""
+        if not self._transport.whole:
+            return self._frozen_checksums | sent
+        self._frozen_checksums = {name: value for name, value in sent.items() if self._is_frozen(name)}
+        return sent
+
+    def _is_frozen(self, name: str) -> bool:
+        return name.rpartition("@")[0] in self._frozen_parameters
 
     async def _verify(self, checksums: dict[str, str], engines: list[int]) -> None:
         held = await self._infer.call(engines, InferWorker.checksums)

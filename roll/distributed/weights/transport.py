@@ -26,6 +26,7 @@ class Transport(ABC):
     Attributes:
         sources: what each pipeline stage sends; set before `connect`.
         engines: ranks of the engines that take part in the next update; all of them at first.
+        whole: whether frozen weights are sent too, which engines need once.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Transport(ABC):
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
         self.sources: list[StageSource] = []
         self.engines = list(range(infer.world_size))
+        self.whole = True
 
     @abstractmethod
     async def connect(self) -> None:
@@ -48,8 +50,11 @@ class Transport(ABC):
     async def disconnect(self) -> None:
         """After a failure: frees ranks and engines that wait for each other; `connect` then starts again."""
 
-    def buckets(self) -> list[list[Bucket]]:
-        return [make_buckets(source.specs, self._bucket_bytes) for source in self.sources]
+    def buckets(self, whole: bool | None = None) -> list[list[Bucket]]:
+        """What every stage sends, with frozen weights or without; by default as the next update does."""
+        whole = self.whole if whole is None else whole
+        sent = ([spec for spec in each.specs if whole or spec.name not in each.frozen] for each in self.sources)
+        return [make_buckets(specs, self._bucket_bytes) for specs in sent]
 
     def checksum_ranks(self, checksums: bool) -> int:
         """Tensor-parallel ranks of an engine whose checksums are computed; 0 computes none."""

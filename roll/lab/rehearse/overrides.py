@@ -201,6 +201,7 @@ def _models_and_data(config: BaseConfig, inputs: Inputs) -> Iterator[Override]:
         own = name != main or role in OWN_MODEL_ROLES
         reason = MODEL if own or main != config.pretrain else ""
         yield reason, f"{role}.model_args", {"model_name_or_path": inputs.models[name] if own else None}
+    yield "it belongs to the model of the recipe", "actor_train.model_args", {"adapter_name_or_path": None}
     for role, files in inputs.files.items():
         yield inputs.reasons.get(role, "a few rows"), f"{role}.data_args", {"file_name": files}
 

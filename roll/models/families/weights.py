@@ -6,7 +6,7 @@ Weight updates, import, export, checksums, GGUF files and the estimates of memor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -151,3 +151,26 @@ def _gguf_tensors(model: ModelShape) -> Iterator[tuple[str, GgufTensor]]:
         for part, (name, hf) in enumerate(zip(rule.gguf, rule.hf, strict=False)):
             rotated = isinstance(rule.layout, GroupedQKV) and part < 2
             yield name, GgufTensor(hf, pairs and rotated)
+
+
+ALL_LINEAR = "all-linear"
+"""Names every linear layer that can have an adapter."""
+
+
+def target_name(hf: str) -> str:
+    """The name of a linear layer in `lora_target`, from the name of its weight."""
+    return hf.removesuffix(".weight").rpartition(".")[2]
+
+
+def is_linear(rule: WeightRule) -> bool:
+    """Whether a weight of a layer can get an adapter."""
+    plain = rule.layout.is_split and len(rule.size) == 2 and not any("experts." in name for name in rule.hf)
+    return plain and all(name.endswith("_proj.weight") for name in rule.hf)
+
+
+def target_rules(rules: Sequence[WeightRule], targets: Sequence[str]) -> Iterator[tuple[WeightRule, list[int]]]:
+    """The rules of weights with adapters, and which of the tensors of each have one."""
+    for rule in filter(is_linear, rules):
+        parts = [part for part, name in enumerate(rule.hf) if targets == [ALL_LINEAR] or target_name(name) in targets]
+        if parts:
+            yield rule, parts

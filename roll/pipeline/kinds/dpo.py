@@ -32,7 +32,7 @@ class DPOPipeline(PreferencePipeline[DPOConfig]):
 
     def learner(self, clusters: Mapping[str, Cluster[TrainWorker]]) -> DPOLearner:
         config = self._config
-        options, reference = part(DPOOptions, config), clusters["reference"]
+        options, reference = part(DPOOptions, config), clusters.get("reference")
         return DPOLearner(config, clusters["actor_train"], options, reference, config.reference)
 
 
@@ -46,7 +46,7 @@ class DPOLearner(PairLearner):
         config: TrainerOptions,
         actor: Cluster[TrainWorker],
         options: DPOOptions,
-        reference: Cluster[TrainWorker],
+        reference: Cluster[TrainWorker] | None,
         reference_role: ReferenceConfig,
     ) -> None:
         super().__init__(config, actor, options)
@@ -82,5 +82,8 @@ class DPOLearner(PairLearner):
         return await super().validate(await self._with_reference(data))
 
     async def _with_reference(self, data: Batch) -> Batch:
-        answer = await cluster_log_probs(self._reference, data, self._reference_role)
+        if self._reference is None:  # the weights below the adapters
+            answer = await cluster_log_probs(self._actor, data, self._role, base=True)
+        else:
+            answer = await cluster_log_probs(self._reference, data, self._reference_role)
         return data.adding({"ref_log_probs": answer.batch["log_probs"] * data.batch["response_mask"]})

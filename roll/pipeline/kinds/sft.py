@@ -23,7 +23,7 @@ from roll.datasets.records import prefix_errors
 from roll.datasets.sft import SFTExample, load_sft_data
 from roll.datasets.tokenizer import encode_data, load_tokenizer
 from roll.distributed.train.train_worker import TrainWorker
-from roll.pipeline.learning.actor_learner import ActorLearner
+from roll.pipeline.learning.actor_learner import ActorLearner, metric_name
 from roll.pipeline.learning.performance import Performance
 from roll.pipeline.learning.shards import cluster_log_probs, training_plans, training_shards
 from roll.pipeline.run import TrainingLoop
@@ -71,7 +71,7 @@ class StoredLearner(ActorLearner, Generic[ItemT]):
         with clock.measure("train"):
             shards = training_shards(batch.data, plan, options)
             metrics = (await self._actor.call_shards(TrainWorker.train_step, shards))[0]
-        return {f"actor/{name}": value for name, value in metrics.items()}
+        return {metric_name(name): value for name, value in metrics.items()}
 
 
 class StoredSamples(Generic[ItemT]):

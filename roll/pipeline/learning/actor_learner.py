@@ -68,8 +68,17 @@ class ActorLearner(ABC):
         for role, cluster in self._trained.items():
             await cluster.call(ALL, TrainWorker.load_checkpoint, folder / role)
 
+    async def export_merged(self, folder: Path) -> None:
+        """Writes the policy as a HF folder, with its adapters added to the weights."""
+        await self._actor.call(ALL, TrainWorker.export_merged, folder)
+
     async def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a HF folder, and the critic in its subfolder `critic`."""
+        """Writes the policy as a HF folder, or its adapters as a PEFT folder; the critic in its subfolder `critic`."""
         await self._actor.call(ALL, TrainWorker.export_hf, folder)
         if self._critic is not None:
             await self._critic.call(ALL, TrainWorker.export_hf, folder / CRITIC)
+
+
+def metric_name(name: str) -> str:
+    """The name of a training metric in a run: those of correction, experts and adapters keep theirs."""
+    return name if name.startswith(("correction/", "moe/", "lora/")) else f"actor/{name}"

@@ -44,11 +44,12 @@ from roll.algorithms.shaping import RunStatistics
 from roll.algorithms.turns import TURN_KEYS, read_turns
 from roll.base.timers import StepClock
 from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
+from roll.configs.learning.lora import base_is_reference
 from roll.configs.pipeline import LearnerOptions, role_seed
 from roll.datasets.batch import ROUTING, Batch
 from roll.datasets.micro_batches import OptimizerStepPlan
 from roll.distributed.train.train_worker import TrainWorker
-from roll.pipeline.learning.actor_learner import ActorLearner
+from roll.pipeline.learning.actor_learner import ActorLearner, metric_name
 from roll.pipeline.learning.dump import dump_samples
 from roll.pipeline.learning.logprob_checks import Mismatch, check_engine, check_finite, check_first_update
 from roll.pipeline.learning.shards import (
@@ -237,6 +238,10 @@ class RLLearner(ActorLearner):
                 if top_k:
                     found[TEACHER_TOP_IDS] = answer.batch["top_ids"]
                     found[TEACHER_TOP_LOG_PROBS] = answer.batch["top_log_probs"]
+            elif base_is_reference(self._config):
+                actor = self._config.actor_train
+                answer = await cluster_log_probs(self._actor, data, actor, self._temperature, base=True)
+                found["ref_log_probs"] = answer.batch["log_probs"] * mask
             check_finite(mask, {"behavior_log_probs": behavior, **found})
         return found
 
@@ -495,11 +500,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     if targets.numel() < 2 or bool(targets.max() == targets.min()):
         return 0.0
     return float(1 - (targets - values[kept]).var() / targets.var())
-
-
-def metric_name(name: str) -> str:
-    """The name of a training metric in a run: those of correction and experts keep theirs, others are the actor's."""
-    return name if name.startswith(("correction/", "moe/")) else f"actor/{name}"
 
 
 def reduce_steps(name: str, values: list[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,14 +61,20 @@ class Weights:
 
     source = 0
 
+    def __init__(self, frozen: str = "") -> None:
+        self._frozen = frozenset(frozen)
+
     def takes_part(self, receivers: Any) -> bool:
         return True
 
-    def gathered(self, receivers: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
+    def frozen(self) -> frozenset[str]:
+        return self._frozen
 
-    def slice_writers(self) -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:
-        return ((name, lambda target, value=value: target.copy_(value)) for name, value in self.tensors.items())
+    def gathered(self, receivers: Any, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, value) for name, value in self.tensors.items() if name not in without)
+
+    def slice_writers(self, without: Collection[str] = ()) -> Iterator[tuple[str, Callable[[torch.Tensor], Any]]]:
+        return ((name, lambda target, value=value: target.copy_(value)) for name, value in self.gathered([0], without))
 
 
 def sender() -> WeightSender:

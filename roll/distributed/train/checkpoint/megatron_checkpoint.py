@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-d
 from torch.distributed.checkpoint import save as save_distributed  # type: ignore[attr-defined]
 
 from roll.configs.devices.megatron import LAYER_SPLITS
+from roll.distributed.train.checkpoint.frozen_base import Base, check_base
 from roll.distributed.train.checkpoint.optimizer_pieces import (
     HeldState,
     Piece,
@@ -73,9 +74,15 @@ class InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Mega
 
 
 def begin_save(
-    folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, optimizer_steps: int
+    folder: Path,
+    wrapped: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    optimizer_steps: int,
+    base: Base | None = None,
 ) -> Callable[[ProcessGroup], None]:
     """Begins a checkpoint of weights, optimizer, step count and random state; collective over all ranks.
+
+    With a `base` the weights are adapters.
 
     Returns:
         Writes the tensors, which it refers to, so that they must not change before; collective over a group of all
@@ -91,6 +98,7 @@ def begin_save(
         pieces = pieces_of(_held(optimizer), models)
     state = _sharded_state(models, optimizer, written_as, loading=False)
     state |= {"random": _random_state(), "optimizer_steps": optimizer_steps, "layout": _layout(wrapped)}
+    state |= {"base": base} if base else {}
     strategy = InProcessSave(backend="torch_dist", version=1, thread_count=1)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=written_as)
 
@@ -112,7 +120,9 @@ def _held(optimizer: MegatronOptimizer) -> list[HeldState]:
     return [held for part in parts(optimizer) for held in held_states(part)]
 
 
-def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+def load(
+    folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, base: Base | None = None
+) -> int:
     """Restores what `begin_save` wrote, at this layout or another one; returns the optimizer steps taken so far.
 
     At another layout the random generators are not restored, since each belongs to a rank. Checkpoints of earlier
@@ -120,18 +130,19 @@ def load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: Me
 
     Raises:
         FileNotFoundError: `folder` contains no checkpoint.
-        ValueError: it was written in another precision, at another layout by an earlier version, or it holds objects
-            that are no data.
+        ValueError: it was written in another precision, at another layout by an earlier version, for another `base`, or
+            it holds objects that are no data.
     """
     if not (folder / "metadata.json").is_file():
         raise FileNotFoundError(f"{folder}: contains no Megatron checkpoint (metadata.json)")
     check_metadata(folder / ".metadata")
     with only_data():
-        return _load(folder, wrapped, optimizer)
+        return _load(folder, wrapped, optimizer, base or {})
 
 
-def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> int:
+def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, base: Base) -> int:
     common = dist_checkpointing.load_common_state_dict(str(folder))
+    check_base(folder, common.get("base", {}), base)
     written, ours = common["layout"], _layout(wrapped)
     written_as = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or EARLIER
     moves = written_as == PIECES or not ours.get("use_distributed_optimizer", True)
@@ -144,7 +155,7 @@ def _load(folder: Path, wrapped: Sequence[DistributedDataParallel], optimizer: M
         wanted["random"] = _random_state()
     state = dist_checkpointing.load(wanted, str(folder))
     for name, each in _named(wrapped).items():
-        each.module.load_state_dict(state[name])
+        each.module.load_state_dict(state[name], strict=not base)
     _load_optimizer(optimizer, state["optimizer"], written_as[FORMAT_KEY])
     if written_as == PIECES:
         _load_pieces(folder / OPTIMIZER_FOLDER, wrapped, optimizer)
@@ -215,7 +226,13 @@ def _sharded_state(
 
 def _models(wrapped: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Megatron's description of the parameters of each virtual stage, and of their places in the whole model."""
-    return {name: each.module.sharded_state_dict(metadata=dict(EARLIER)) for name, each in _named(wrapped).items()}
+    return {name: _stored(each.module) for name, each in _named(wrapped).items()}
+
+
+def _stored(stage: Any) -> dict[str, Any]:
+    """All parameters, or the adapters alone: a part of the layers cannot be left out, since they are one tensor."""
+    state: dict[str, Any] = stage.sharded_state_dict(metadata=dict(EARLIER))
+    return {name: each for name, each in state.items() if name.startswith("adapters.")} or state
 
 
 def _named(wrapped: Sequence[DistributedDataParallel]) -> dict[str, DistributedDataParallel]:

@@ -1,0 +1,82 @@
+"""Whole runs that train adapters: the model below is the reference, resumed runs continue exactly, exports agree."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import inputs_in, lines, recipe
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+LORA: dict[str, Any] = {
+    "actor_train__model_args": {"dtype": "fp32", "lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 8},
+    "actor_train__training_args__learning_rate": 1e-2,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "save_hf_model": True,
+    "save_merged_hf_model": True,
+    "eval_steps": 0,
+    "max_steps": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def unbroken(shared_runs, inputs, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    code, output = shared_runs.run(recipe(inputs, folder, **LORA))
+    assert code == 0, output
+    return folder
+
+
+def test_the_first_policy_is_the_reference_and_later_ones_are_not(unbroken):
+    steps = lines(unbroken)[-3:]
+    assert steps[0]["actor/kl_loss"] == 0.0
+    assert all(step["actor/kl_loss"] > 0 for step in steps[1:])
+    assert all(0 < step["lora/update_norm"] < 1 and step["lora/norm_b"] > 0 for step in steps)
+    assert all(step["correction/log_prob_diff_max"] < 1e-4 for step in steps)
+
+
+def test_the_kl_is_that_to_a_reference_with_devices_of_its_own(shared_runs, unbroken, inputs, tmp_path):
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    reference = {
+        "model_args": {"dtype": "fp32"},
+        "strategy_args": {"strategy_config": parallel},
+        "device_mapping": [0, 1],
+    }
+    code, output = shared_runs.run(recipe(inputs, tmp_path, **LORA, reference=reference))
+    assert code == 0, output
+    own = [line["actor/kl_loss"] for line in lines(unbroken)]
+    assert [line["actor/kl_loss"] for line in lines(tmp_path)] == pytest.approx(own, abs=1e-6)
+
+
+def test_a_resumed_run_writes_what_an_unbroken_one_does(shared_runs, unbroken, inputs, tmp_path):
+    config = recipe(inputs, tmp_path, **LORA)
+    for overrides in (
+        ["max_steps=2", "save_hf_model=false", "save_merged_hf_model=false"],
+        ["resume_from_checkpoint=true"],
+    ):
+        code, output = shared_runs.run(config, *overrides)
+        assert code == 0, output
+    assert lines(tmp_path) == lines(unbroken)
+
+
+def test_both_exports_are_the_same_policy(unbroken, inputs):
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(inputs["pretrain"])
+    ids = torch.arange(1, 25)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(unbroken / "run" / "merged_hf_model")(ids).logits
+        adapted = importlib.import_module("peft").PeftModel.from_pretrained(base, unbroken / "run" / "hf_model")
+        assert torch.allclose(adapted(ids).logits, merged, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-3
