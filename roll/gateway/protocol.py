@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,10 @@ NEUTRAL: dict[str, float | None] = {
 
 CONSTRAINED = "constrained decoding would sample from another policy than the one trained; leave it out"
 NOT_SERVED = "not served here; use /v1/chat/completions with text"
+
+
+MAX_NESTING = 64
+"""Most levels of a JSON value; a model that repeats brackets writes more."""
 
 
 class RequestError(Exception):
@@ -76,12 +81,43 @@ class ChatRequest:
     ignored: Mapping[str, str] = field(default_factory=dict)
 
 
+def read_json(text: str | bytes) -> Any:
+    """A JSON value of at most `MAX_NESTING` levels, whose texts can be encoded.
+
+    Raises:
+        ValueError: the text is no such value.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"values are nested in more than {MAX_NESTING} levels") from None
+    _check_json(value, MAX_NESTING)
+    return value
+
+
+def _check_json(value: Any, levels: int) -> None:
+    if isinstance(value, str):
+        value.encode()  # a half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
+    elif isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"values are nested in more than {MAX_NESTING} levels")
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            _check_json(item, levels - 1)
+
+
 def read_request(body: Any) -> ChatRequest:
     """A checked request.
 
     Raises:
         RequestError: it is malformed, or asks for what is not served.
     """
+    try:
+        return _read_request(body)
+    except (TypeError, AttributeError) as error:
+        raise RequestError("invalid_body", f"the body is no chat completion of OpenAI: {error}") from error
+
+
+def _read_request(body: Any) -> ChatRequest:
     if not isinstance(body, dict):
         raise RequestError("invalid_body", "the body is not a JSON object")
     _check_constraints(body)
@@ -98,7 +134,7 @@ def read_request(body: Any) -> ChatRequest:
         max_tokens=_integer(body, "max_completion_tokens") or _integer(body, "max_tokens"),
         stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
         count=_integer(body, "n") or 1,
-        sampling={name: body[name] for name in NEUTRAL if body.get(name) is not None},
+        sampling={name: _number(body, name) for name in NEUTRAL if body.get(name) is not None},
         calls_tools=body.get("tool_choice") != "none",
         stream=bool(body.get("stream")),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
@@ -128,6 +164,13 @@ def _integer(body: Mapping[str, Any], name: str) -> int | None:
     value = body.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise RequestError("invalid_value", f"{name}: {value!r} is not a whole number of at least 1")
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise RequestError("invalid_value", f"{name}: {value!r} is not a number")
     return value
 
 
@@ -171,7 +214,7 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
         except ValueError:
             pass  # the model's own text, which is no JSON
     read = {"name": function["name"], "arguments": {} if arguments is None else arguments}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from roll.gateway.protocol import NOT_SERVED, ChatRequest, Completions, RequestError, models, read_request
+from roll.gateway.protocol import NOT_SERVED, ChatRequest, Completions, RequestError, models, read_json, read_request
 from roll.gateway.session import AgentSession, Dialogue
 from roll.rollout.agents.sessions import GatewayDiedError, SessionAddress, SessionEnd, SessionSpec
 from roll.rollout.types import GenerateRequest, GenerateResult
@@ -225,7 +225,7 @@ class GatewayServer:
         body = await http.read()
         began = time.perf_counter()
         try:
-            parsed = json.loads(body)
+            parsed = read_json(body)
         except ValueError as error:
             raise RequestError("invalid_body", f"the body is no JSON: {error}") from None
         request, digest = read_request(parsed), hashlib.blake2b(body, digest_size=16).digest()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll.gateway.protocol import read_json
+
 HERMES, LLAMA3_JSON = "hermes", "llama3_json"
 
 THINK = ("deepseek-r1", "qwen3")
@@ -47,7 +49,7 @@ def llama3_json(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
     while at < len(given):
         try:
             _, end = decoder.raw_decode(given, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ParsedText(text)
         call = _call(given[at:end], "parameters")
         if call is None:
@@ -59,7 +61,7 @@ def llama3_json(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
 
 def _call(text: str, key: str) -> tuple[str, Any] | None:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

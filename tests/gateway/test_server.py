@@ -265,6 +265,13 @@ def post(address, body: bytes) -> tuple[int, dict]:
     [
         (b"{", 400, "invalid_body"),
         (b"[]", 400, "invalid_body"),
+        (b"[" * 100_000, 400, "invalid_body"),
+        (b'{"messages": [], "extra": ' + b"[" * 70 + b"]" * 70 + b"}", 400, "invalid_body"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_body"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "stop": 5}', 400, "invalid_body"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "response_format": "text"}', 400, "invalid_body"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}', 400, "invalid_value"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "top_p": NaN}', 400, "invalid_value"),
         (b'{"messages": 1}', 400, "invalid_messages"),
         (b'{"messages": [{"role": "user", "content": "a"}], "n": 0}', 400, "invalid_value"),
         (b'{"messages": [{"role": "user", "content": "' + b"a" * MAX_BODY_BYTES + b'"}]}', 413, "request_too_large"),

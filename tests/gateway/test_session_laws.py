@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from roll.gateway.history import repeated_tokens
 from roll.gateway.protocol import RequestError, read_request, wire
 from roll.gateway.session import AgentSession
+from roll.gateway.tool_parsers import ParsedText, hermes, llama3_json
 from roll.rollout.types import NOT_SAMPLED, GenerateResult
 from tests.gateway.conversations import ADD, ScriptedPolicy, byte_tokenizer, call_text, dialogue, spec
 
@@ -196,3 +197,12 @@ def test_reencoding_the_texts_of_answers_would_give_other_ids():
     turn = client.session.ask(read_request({"messages": [*messages, {"role": "user", "content": "42"}]}))
     again = DIALOGUE.chat.start([*messages, {"role": "user", "content": "42"}])
     assert TOKENIZER.decode(turn.prompt) == TOKENIZER.decode(again) and turn.prompt != again
+
+
+@pytest.mark.parametrize("parse", [hermes, llama3_json])
+@pytest.mark.parametrize("levels", [100, 100_000])
+def test_a_call_nested_too_deeply_is_content(parse, levels):
+    """A model that repeats brackets writes such texts."""
+    call = '{"name": "plus", "arguments": {"a": ' + "[" * levels + "]" * levels + "}}"
+    text = f"<tool_call>{call}</tool_call>" if parse is hermes else call
+    assert parse(text, ()) == ParsedText(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from runs import inputs_in, lines, recipe
 from sglang_host import CALL_TIMEOUT_S, EngineHost, RemoteEngine, largest_difference, requests, start_host
 
 from roll.configs.devices.parallel_layout import ParallelLayout
@@ -166,3 +169,43 @@ def test_the_next_turn_adds_the_rows_that_are_missing(engine, model):
     [continued] = engine.generate([second])
     assert len(answer.routing) + len(continued.routing) == len(ids) + len(continued.response_ids) - 1
     assert_recorded(model, [second], [continued])
+
+
+@pytest.fixture(scope="module")
+def tiny_mixture(tmp_path_factory, tiny_model_dir):
+    """A mixture with the tokenizer of the tiny model."""
+    settings = json.loads((tiny_model_dir / "config.json").read_text())
+    numbers = {key: settings[key] for key in ("vocab_size", "eos_token_id", "max_position_embeddings")}
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny_mixture"), "qwen3_moe", initializer_range=0.05, **numbers)
+    for file in tiny_model_dir.iterdir():
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    return folder
+
+
+def test_a_run_ahead_of_the_trainer_replays_every_token(shared_runs, tiny_mixture, tmp_path):
+    """Two data ranks share the experts; weight updates find requests running, which are continued."""
+    config = recipe(
+        inputs_in(tmp_path / "data", tiny_mixture),
+        tmp_path,
+        async_generation_ratio=2,
+        deterministic=False,
+        response_length=40,
+        old_log_probs_source="recompute",
+        actor_train__pg_variant="decoupled_ppo",
+        eval_steps=0,
+        actor_train__router_replay={"mode": "R3"},
+        actor_train__use_sequence_packing=True,
+        actor_train__training_args__per_device_train_batch_size=4,
+        actor_train__strategy_args={"strategy_config": {"expert_model_parallel_size": 2}},
+    )
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    steps = lines(tmp_path)
+    trained = [line for line in steps if line.get("step")]
+    assert len(trained) == 4 and max(line["rollout/versions_max"] for line in trained) > 1
+    assert trained[0]["moe/routing_agreement"] == pytest.approx(1.0, abs=1e-3)
+    assert all(0.5 < line["moe/routing_agreement"] <= 1.0 for line in trained)
+    assert trained[0]["correction/log_prob_diff_max"] < 1e-4
+    assert all(line["rollout/routing_megabytes"] > 0 for line in trained)
+    assert not any("routing_incomplete" in name for line in trained for name in line)
