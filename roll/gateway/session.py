@@ -21,6 +21,9 @@ REQUESTS_EXHAUSTED, CONTEXT_LENGTH = "requests_exhausted", "context_length_excee
 """Refusals after which an agent that fails has failed for this reason."""
 
 
+TOOLS_NOT_SHOWN = "data_args.template: does not show tools to the model; use one that does, such as qwen2_5"
+
+
 @dataclass(frozen=True)
 class Dialogue:
     """How texts become ids and ids become messages; shared by all sessions.
@@ -130,7 +133,10 @@ class AgentSession:
         chat, messages = self.dialogue.chat, request.messages[place.known :]
         try:
             if place.answer is None or place.answer.result is None:
-                return chat.start(messages, request.tools)
+                ids = chat.start(messages, request.tools)
+                if request.tools and ids == chat.start(messages):
+                    self.warnings.setdefault("tools", TOOLS_NOT_SHOWN)
+                return ids
             return chat.follow(place.answer.result.response_ids[-1], messages, request.tools)
         except DatasetError as error:
             raise self._refused("template", str(error)) from error

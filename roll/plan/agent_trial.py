@@ -44,16 +44,18 @@ ANY_LENGTH = 2**40
 class Script:
     """A policy without a model, whose tokens are characters: calls the first tool once, if it is to, then says a text.
 
-    It encodes messages as well: as the text in them, without tools, which each template shows in its own way.
+    It encodes messages as well: as the text in them, with the names of the tools where the model's template shows any.
     """
 
-    def __init__(self, calls_tool: bool, text: str = TEXT) -> None:
+    def __init__(self, calls_tool: bool, text: str = TEXT, shows_tools: bool = True) -> None:
         self._calls_tool, self._text, self._tools = calls_tool, text, list[Mapping[str, Any]]()
+        self._shows_tools = shows_tools
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The ids of the first messages."""
-        self._tools = list(tools)
-        return self.follow(0, messages)
+        self._tools = list(tools) or self._tools
+        names = [{"content": tool["function"]["name"]} for tool in tools if self._shows_tools]
+        return self.follow(0, [*names, *messages])
 
     def follow(self, last: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
         """The ids of later messages."""
@@ -110,9 +112,18 @@ class Tried:
     text: str
 
 
-def check_agents(config: AgenticConfig, report: Report, count: Callable[[str], int] | None) -> None:
-    """Adds what is wrong with the agents of a configuration; `count` gives the tokens of a text, where it is known."""
-    for path, tried in try_agents(config).items():
+def check_agents(
+    config: AgenticConfig, report: Report, count: Callable[[str], int] | None, shows_tools: bool = True
+) -> None:
+    """Adds what is wrong with the agents of a configuration.
+
+    Args:
+        config: names the agents.
+        report: gets the problems.
+        count: the tokens of a text, where they are known.
+        shows_tools: whether the chat template shows tools to the model.
+    """
+    for path, tried in try_agents(config, shows_tools).items():
         if tried.problem:
             report.error("", f"{tried.problem}\n    the agent {path} was tried before the run")
             continue
@@ -126,7 +137,7 @@ def check_agents(config: AgenticConfig, report: Report, count: Callable[[str], i
             report.warn("sequence_length", message)
 
 
-def try_agents(config: AgenticConfig) -> dict[str, Tried]:
+def try_agents(config: AgenticConfig, shows_tools: bool = True) -> dict[str, Tried]:
     """Tries each agent that is on this machine with its tasks, by the path of its entry; nothing it starts is left."""
     entries = {
         tag: entry
@@ -137,22 +148,24 @@ def try_agents(config: AgenticConfig) -> dict[str, Tried]:
     }
     specs = {tag: AgentSpec.of_entry(tag, entry) for tag, entry in entries.items()}
     requests = {tag: entry.max_requests or MAX_REQUESTS for tag, entry in entries.items()}
-    return asyncio.run(_try_all(specs, requests, min(config.trajectory_timeout_s, TRIAL_S))) if specs else {}
+    timeout_s = min(config.trajectory_timeout_s, TRIAL_S)
+    return asyncio.run(_try_all(specs, requests, timeout_s, shows_tools)) if specs else {}
 
 
 async def _try_all(
-    specs: Mapping[str, AgentSpec], max_requests: Mapping[str, int], timeout_s: float
+    specs: Mapping[str, AgentSpec], max_requests: Mapping[str, int], timeout_s: float, shows_tools: bool
 ) -> dict[str, Tried]:
     pool = AgentPool(1, START_TIMEOUT_S, capacity=1, log=os.devnull)
     try:
         return {
-            f"custom_envs.{tag}": await _try(pool, spec, max_requests[tag], timeout_s) for tag, spec in specs.items()
+            f"custom_envs.{tag}": await _try(pool, spec, max_requests[tag], timeout_s, shows_tools)
+            for tag, spec in specs.items()
         }
     finally:
         pool.close()
 
 
-async def _try(pool: AgentPool, spec: AgentSpec, max_requests: int, timeout_s: float) -> Tried:
+async def _try(pool: AgentPool, spec: AgentSpec, max_requests: int, timeout_s: float, shows_tools: bool) -> Tried:
     """A second script is tried where the first one fails: an agent may not expect the tool's answer, or the text."""
     notice = f"custom_envs.{spec.tag}: the trial of {spec.name} has taken {NOTICE_S:g} s; it ends after {timeout_s:g} s"
     timer = asyncio.get_running_loop().call_later(NOTICE_S, lambda: print(notice, file=sys.stderr, flush=True))
@@ -160,7 +173,8 @@ async def _try(pool: AgentPool, spec: AgentSpec, max_requests: int, timeout_s: f
     ends: list[SessionEnd] = []
     try:
         while len(failures) == len(ends) < 2:
-            _, failure, end = await play_script(pool, spec, Script(not ends), max_requests, timeout_s)
+            script = Script(not ends, shows_tools=shows_tools)
+            _, failure, end = await play_script(pool, spec, script, max_requests, timeout_s)
             ends.append(end)
             failures += [failure] if failure else []
     finally:

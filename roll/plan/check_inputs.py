@@ -32,6 +32,7 @@ from roll.envs.external import package_to_install
 from roll.envs.registry import BUILT_IN_ENVS, make_env
 from roll.hub.names import CONFIG_NAME, TOKENIZER_FILES, has_tokenizer, local_file, local_model, missing_model_files
 from roll.hub.special_tokens import TOKEN_NAMES, TOKENIZER_CONFIG, read_tokenizer, special_token, special_token_id
+from roll.models.families.chat_template import NATIVE
 from roll.models.families.hf_config import UnsupportedModel, read_positions
 from roll.models.weight_files import NoWeights, check_weights, read_headers
 from roll.plan.episode_lengths import check_lengths
@@ -83,7 +84,7 @@ def check_inputs(config: BaseConfig) -> Report:
         if any(entry.is_agent for entry in config.custom_envs.values()):
             from roll.plan.agent_trial import check_agents  # imports aiohttp
 
-            check_agents(config, report, count)
+            check_agents(config, report, count, _shows_tools(config))
     names = [worker.model_args.model_name_or_path for worker in config.device_roles().values()]
     if not report.errors and any(name is not None and has_tokenizer(local_model(name)) for name in names):
         report.include(try_tokens(config, samples))
@@ -144,6 +145,15 @@ def _check_weights(config: BaseConfig, report: Report) -> None:
             report.missing_resource(path, str(error))
         except UnsupportedModel as error:
             report.error(path, str(error))
+
+
+def _shows_tools(config: BaseConfig) -> bool:
+    """Whether the chat template of a model on this machine mentions tools, as all built-in ones do."""
+    folder = local_model(config.actor_train.model_args.model_name_or_path or "")
+    if config.actor_train.data_args.template != NATIVE or not _has_chat_template(folder):
+        return True
+    files = (folder / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
+    return any("tools" in file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
 
 def _token_counter(config: BaseConfig) -> Callable[[str], int] | None:

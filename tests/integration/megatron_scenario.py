@@ -141,8 +141,9 @@ def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     if at_once:
         data.meta_info["optimizer_steps"] *= STEPS
-        with patch.object(megatron_strategy, "over_optimizer_steps", list):
-            context.results[f"steps/{name}"] = strategy.train_step(data)
+        with patch.object(megatron_strategy, "over_optimizer_steps", return_value={}) as steps:
+            strategy.train_step(data)
+        context.results[f"steps/{name}"] = steps.call_args.args[0]
     else:
         context.results[f"steps/{name}"] = [strategy.train_step(data) for _ in range(STEPS)]
     strategy.weights.export_hf(context.folder / name)

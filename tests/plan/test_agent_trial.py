@@ -39,12 +39,14 @@ CALLS_TOOL = """
 """
 
 
-def tried(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Report:
+def tried(
+    folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, *overrides: str, shows_tools: bool = True
+) -> Report:
     (folder / "trial_agent.py").write_text(BEGIN + code)
     monkeypatch.syspath_prepend(str(folder))
     config = agentic(folder, "custom_envs.Solver.agent=trial_agent:Solver", *overrides, text=AGENTS)
     report = Report()
-    check_agents(config, report, lambda text: len(text) // 2)
+    check_agents(config, report, lambda text: len(text) // 2, shows_tools)
     return report
 
 
@@ -75,3 +77,9 @@ def test_the_trial_of_an_agent(
 def test_a_conversation_longer_than_the_sequence_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = tried(tmp_path, CALLS_TOOL, monkeypatch, "sequence_length=256")
     assert [each.path for each in report.warnings] == ["sequence_length"] and not report.errors
+
+
+def test_a_template_that_shows_no_tools_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tried(tmp_path, CALLS_TOOL, monkeypatch, shows_tools=False)
+    [warning] = report.warnings
+    assert "data_args.template: does not show tools" in str(warning) and not report.errors

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.base.errors import RunError
 from roll.base.text import nearest
+from roll.gateway.protocol import read_json
 from roll.gateway.tool_parsers import (
     HERMES,
     LLAMA3_JSON,
@@ -41,8 +41,11 @@ def tool_parser(name: str, template: str) -> ToolParser:
         parser = FunctionCallParser([Tool(**tool) for tool in tools], name)
         if not parser.has_tool_call(text):
             return ParsedText(text)
-        content, calls = parser.parse_non_stream(text)
-        return ParsedText(content, tuple((call.name, json.loads(call.parameters or "{}")) for call in calls))
+        try:
+            content, calls = parser.parse_non_stream(text)
+            return ParsedText(content, tuple((call.name, read_json(call.parameters or "{}")) for call in calls))
+        except Exception:  # detectors raise errors of all kinds where a model writes half a call
+            return ParsedText(text)
 
     return parse
 
