@@ -127,22 +127,25 @@ class UserProcessPool:
         except ProcessStoppedError:
             self._discard(process)
         except ProcessEndedError as death:
-            self._discard(process)
-            self._deaths += 1
+            self._deaths += self._discard(process)  # once, however many wait for it
             if self._deaths > MAX_DEATHS and not self.closed:
                 raise PoolBrokenError(f"its processes died {self._deaths} times in a row: {death}") from death
             self._report(DIED_IDLE)
         except TimeoutError:
             self._discard(process)
             raise PoolBrokenError(f"its process did not start within {self._start_timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.give_back(process)  # others may wait for it
+            raise
         except BaseException:
             self._discard(process)
             raise
         return False
 
-    def _discard(self, process: UserProcess) -> None:
-        self.retire(process, now=True)
+    def _discard(self, process: UserProcess) -> bool:
+        first = self.retire(process, now=True)
         self.give_back(process)
+        return first
 
     def give_back(self, process: UserProcess) -> None:
         """A user of a process no longer holds it."""
