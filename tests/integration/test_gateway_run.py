@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from gateway_agents import DIES, HANGS, HOARDS, KINDS, RAISES
-from runs import assert_nothing_is_left, finish, lines, recipe, start
+from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from test_agentic_run import without
 from transformers import AutoTokenizer
 
@@ -126,6 +128,32 @@ def test_agents_run_ahead_across_weight_updates_and_those_that_fail_are_not_lear
     }
     assert dropped, "no agent failed, so nothing was tested"
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_gateway_that_is_killed_is_replaced_and_its_sessions_are_generated_again(inputs, tmp_path):
+    config = agents(inputs, tmp_path, "Teller", deterministic=False, async_generation_ratio=1)
+    run = start(config)
+    wait_for_line(run, tmp_path, 1)
+    [gateway] = [each for each in psutil.process_iter() if is_gateway(each, tmp_path)]
+    gateway.kill()
+    code, output = finish(run)
+    assert code == 0, output
+    steps = lines(tmp_path)
+    check_ledger(steps)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    [restart] = [event for event in events if event["component"] == "gateway-0"]
+    assert restart["event"] == "restarted" and re.search(r"another process serves after [\d.]+ s", restart["message"])
+    assert {name for name, value in steps[-1].items() if name.startswith("ledger/dropped_") and value} <= {
+        "ledger/dropped_gateway_died"
+    }
+    assert_nothing_is_left(tmp_path)
+
+
+def is_gateway(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return any(file.path.startswith(str(folder)) and "gateway-0" in file.path for file in process.open_files())
+    except psutil.Error:
+        return False
 
 
 def test_an_agent_and_an_environment_with_the_same_messages_give_the_same_run(shared_runs, inputs, tmp_path):
