@@ -56,12 +56,15 @@ assert not torch.cuda.is_available()
 """
 
 
+ABSENT = object()
+
+
 def resolve(name: str) -> Any:
-    """The current value of a dotted name."""
+    """The current value of a dotted name; `ABSENT` for one that Megatron defines only with Transformer Engine."""
     root, _, rest = name.partition(".")
     if root == "megatron":
         module, _, attribute = name.rpartition(".")
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(module), attribute, ABSENT)
     return reduce(getattr, rest.split("."), importlib.import_module(root))
 
 

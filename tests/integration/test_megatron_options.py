@@ -60,8 +60,17 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "optimizer_cpu_offload": [{"optimizer_cpu_offload": True}],
     "optimizer_offload_fraction": [{"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}],
     "overlap_cpu_optimizer_d2h_h2d": [{"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": False}],
+    "cp_comm_type": [{"cp_comm_type": name, "context_parallel_size": 2} for name in ("p2p", "a2a")],
+    "moe_token_dispatcher_type": [{"moe_token_dispatcher_type": name} for name in ("alltoall", "allgather")],
+    "moe_grouped_gemm": [{"moe_grouped_gemm": value} for value in (True, False)],
+    "expert_tensor_parallel_size": [
+        {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    ],
 }
 """Option -> sections that set it as a GPU with Transformer Engine would run them."""
+
+
+OF_EXPERTS = {"moe_grouped_gemm", "expert_tensor_parallel_size"}
 
 
 def test_every_option_is_tried():
@@ -87,7 +96,7 @@ def accepted() -> None:
         options = with_defaults(MegatronTrainConfig(**values), True, 2, True, False)
         build = BuildOptions(options, torch.bfloat16, transformer_engine=True)
         configs = [
-            transformer_config(_model(24), build),
+            transformer_config(_model(24, mixture=not OF_EXPERTS.isdisjoint(values)), build),
             ddp_config(options),
             optimizer_config(TrainingArguments(), options, torch.bfloat16, pinned=True),
         ]
@@ -143,10 +152,14 @@ def same_layers() -> None:
     assert min(counts.values()) > 100, counts
 
 
-def _model(layers: int) -> Any:
-    """A decoder's shape; only its layers matter here."""
+def _model(layers: int, mixture: bool = False) -> Any:
+    """A decoder's shape; only its layers matter here, and whether they have experts."""
     values: dict[str, Any] = {"layers": layers, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}
-    values |= {"head_dim": 16, "norm_epsilon": 1e-6, "family": types.SimpleNamespace(megatron={})}
+    family = types.SimpleNamespace(megatron={}, traits=types.SimpleNamespace(gelu=False))
+    values |= {"head_dim": 16, "norm_epsilon": 1e-6, "query_scale": None, "family": family, "mixture": None}
+    if mixture:
+        sizes = {"experts": 4, "per_token": 2, "width": 32, "shared_width": 0}
+        values["mixture"] = types.SimpleNamespace(**sizes, sparse=[True] * layers, normalised=True)
     return types.SimpleNamespace(**values)
 
 

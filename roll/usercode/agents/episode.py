@@ -109,10 +109,10 @@ def _run_command(job: AgentJob) -> Result:
             output, errors = (_LastLine(stream) for stream in (program.stdout, program.stderr))
             code = program.wait()
             kill_descendants()
+            line, error = output.text(), errors.text()  # before the end of the block closes what they read
     if code:
-        said = errors.text() or output.text()
-        raise OutcomeError(f"{command[0]} ended with exit code {code}; it printed: {said[-SHOWN_OUTPUT:]}")
-    return result_of_line(output.text())
+        raise OutcomeError(f"{command[0]} ended with exit code {code}; it printed: {(error or line)[-SHOWN_OUTPUT:]}")
+    return result_of_line(line)
 
 
 class _LastLine:

@@ -230,8 +230,15 @@ def _place_of_hanging(episode: _Episode) -> str:
     return next((f"{shown_path(file)}:{line}" for file, line in frames if is_users_file(file)), "")
 
 
+def _exit_code(pid: int) -> int:
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # killed with everything that this process has started, and reaped there
+        return -signal.SIGKILL
+
+
 def _outcome(job: AgentJob, episode: _Episode, hung_at: str | None) -> Result | AgentTrouble:
-    code = os.waitstatus_to_exitcode(os.waitpid(episode.pid, 0)[1])
+    code = _exit_code(episode.pid)
     if hung_at is not None:
         message = f"{hung_at}: it was not over after {job.timeout_s:g} s".removeprefix(": ")
         return AgentTrouble("agent_hung", message, hung_at)
