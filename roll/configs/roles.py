@@ -229,7 +229,7 @@ class RouterReplayOptions:
 
     mode: Literal["disable", "R3"] = option(
         "disable",
-        "disable: those that the trained model chooses; R3: those that the engine has sampled it with.",
+        "disable: experts that the trained model chooses; R3: experts with which the engine sampled the token.",
         only_for=POLICY_LOSS,
     )
 

@@ -45,7 +45,7 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """A request on its way to the engines: one `GenerateRequest` for each answer that is wanted."""
+    """What is sent to the engines for a request: one `GenerateRequest` for each answer that is wanted."""
 
     request: ChatRequest
     place: Continuation

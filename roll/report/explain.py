@@ -170,7 +170,7 @@ def _differences(run: Run, step: int, updates: Sequence[Mapping[str, float]]) ->
 
 
 NAMED_PARTS = ("e_advantage", "e_position", "e_loss")
-"""Ways whose parts are texts too; those of the others are names of the run and numbers."""
+"""Ways whose parts are texts that are translated; parts of other ways are names and numbers."""
 
 
 def shares(explained: Explained) -> Mapping[str, Mapping[str, tuple[float, float]]]:

@@ -177,7 +177,8 @@ class Trajectory:
         reward_parts: score of each reward by name, before its weight, where rewards score a response; the score is
             their weighted sum. Empty in environments.
         branches: of an agent's session, what it sampled before in conversations that do not continue in this one, in
-            the order of their ends. Their turns are those that no later branch has; rewards are those of this one.
+            the order of their ends. An answer that several branches have is a turn of the last of them only; rewards
+            are in this one.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -287,5 +287,5 @@ def test_a_signal_to_the_group_of_a_driver_leaves_ray_to_it(
     """As `timeout` sends it: the driver then ends its processes in order, for which it needs Ray."""
     run, started = driver
     os.killpg(run.pid, signal.SIGTERM)
-    assert run.wait(120) == 7
+    assert run.wait(30) == 7
     assert not psutil.wait_procs(started, timeout=20)[1]

@@ -19,9 +19,6 @@ from roll.trackers.files import replace_summary
 from tests.report.runs import append, group_line, row, sample, spans_of, write_run
 from tests.report.test_page import HOSTILE
 
-SOON_MS = 30_000
-"""Deadline for what an open page shows by itself. The page asks once a second; a loaded machine is slower than that."""
-
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = [
@@ -180,7 +177,7 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         threading.Thread(target=server.serve_forever, daemon=True).start()
         opened = Opened(browser, server.url)
         page, top = opened.page, "document.querySelector('#all').getBoundingClientRect().top"
-        page.locator("[data-state=live_running]").wait_for(timeout=SOON_MS)
+        page.locator("[data-state=live_running]").wait_for(timeout=3000)
         page.click("#all summary")
         page.fill("#filter", "val/score")
         page.locator("#samples .group").wait_for()
@@ -190,7 +187,7 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         shutil.copy(newest, newest.with_stem("step-000061"))
         tags = {f"rollout/reward_mean/{tag}": 0.5 for tag in ("plus", "minus")}
         append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0} | tags)
-        page.locator(".bar", has_text="61 steps").wait_for(timeout=SOON_MS)
+        page.locator(".bar", has_text="61 steps").wait_for(timeout=3000)
         assert [each.inner_text() for each in page.locator(".card:has-text('val/score') em").all()] == ["0.90"] * 2
         assert page.locator(".card:has-text('Reward by tag') em span:visible").count() == 2
         assert page.input_value("#filter") == "val/score" and abs(page.evaluate(top) - before) < 2
@@ -203,17 +200,17 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         page.locator("#samples .group").wait_for()
 
         replace_summary(folder, {"status": "finished"})
-        page.locator("[data-state=live_ended]").wait_for(timeout=SOON_MS)
+        page.locator("[data-state=live_ended]").wait_for(timeout=3000)
         other = write_run(tmp_path / "other", steps=5, status=None)
         for name in ("metrics.jsonl", "run.json"):
             (other / name).replace(folder / name)
-        page.click("[data-state=live_replaced] button", timeout=SOON_MS)
-        page.locator(".bar", has_text="5 steps").wait_for(timeout=SOON_MS)
+        page.click("[data-state=live_replaced] button", timeout=3000)
+        page.locator(".bar", has_text="5 steps").wait_for(timeout=3000)
         shutil.rmtree(folder)
-        page.locator("[data-state=live_gone]").wait_for(timeout=SOON_MS)
+        page.locator("[data-state=live_gone]").wait_for(timeout=3000)
         assert opened.said == [] and {*map(own_name, opened.requested)} == {"127.0.0.1"}
         server.shutdown()
-    page.locator("[data-state=live_lost]").wait_for(timeout=SOON_MS)
+    page.locator("[data-state=live_lost]").wait_for(timeout=3000)
 
 
 def own_name(url: str) -> str | None:
@@ -224,7 +221,7 @@ def test_a_page_that_was_open_before_its_run_began_shows_it(browser: Any, tmp_pa
     with WatchServer(tmp_path / "later") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = Opened(browser, server.url).page
-        page.locator("[data-state=live_waiting]").wait_for(timeout=SOON_MS)
+        page.locator("[data-state=live_waiting]").wait_for(timeout=3000)
         write_run(tmp_path / "later", steps=1, status=None)
-        page.locator(".bar", has_text="1 steps").wait_for(timeout=SOON_MS)
+        page.locator(".bar", has_text="1 steps").wait_for(timeout=3000)
         server.shutdown()

@@ -173,7 +173,7 @@ class MegatronWeights:
     def gathered(
         self, receivers: Collection[int], without: Collection[str] = ()
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Full tensors on the ranks `receivers`, and None for every name on those that only send their shards.
+        """Full tensors on the ranks `receivers`, and None for every name on ranks that only send their shards.
 
         Collective over the ranks that take part. Names in `without`, all of a parameter or none, are left out.
         """

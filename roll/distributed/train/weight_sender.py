@@ -41,7 +41,7 @@ class StageSource:
     address: str
     names: frozenset[str]
     frozen: frozenset[str] = frozenset()
-    """Names of those that no training changes."""
+    """Names of weights that training does not change."""
     frozen_parameters: frozenset[str] = frozenset()
     """Names of the engine's parameters that consist of these."""
 

@@ -24,7 +24,7 @@ class RehearsalModel:
         template: built-in chat template in place of the model's own.
         end_of_turn: token that ends a turn of the template.
         tokenizer: class of transformers that reads the folder; None reads any tokenizer.json.
-        shape: keys of config.json of a small model, beyond those that all families have.
+        shape: keys of config.json of a small model, in addition to the keys of all families.
     """
 
     names: re.Pattern[str]

@@ -99,7 +99,7 @@ def stage_rules(
         layers: layers of the stage.
         first: the stage holds the embedding.
         last: the stage holds the final norm and the head, or the value head.
-        experts: numbers of those that the rank holds of each layer; None: all.
+        experts: numbers of the experts of each layer that the rank holds; None: all.
         grouped: see `WeightRule.of_expert`.
     """
     family = model.family

@@ -26,7 +26,7 @@ CAPACITY = 16
 """Agents of one process by default."""
 
 GRACE_S = 30.0
-"""How much later than the deadline of an episode its process is given up, which ends it itself otherwise."""
+"""Seconds from the deadline of an episode until the process that should have ended it is killed."""
 
 logger = logging.getLogger(__name__)
 

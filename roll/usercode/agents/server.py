@@ -204,7 +204,7 @@ def _attend(episode: _Episode, timeout_s: float) -> str | None:
 
 
 def _read(episode: _Episode, descriptor: int) -> bool:
-    """Reads what is there; false at the end of the pipe."""
+    """Reads without waiting for more; false at the end of the pipe."""
     data = os.read(descriptor, 2**16)
     if descriptor == episode.answer:
         episode.answered += data[: LONGEST_ANSWER - len(episode.answered)]
