@@ -42,6 +42,7 @@ def _described(request: PromptRequest, group: Group) -> dict[str, Any]:
     """What is known of a group: times in seconds since 1970; tokens, scores and parts of the scores of its samples."""
     samples = group.trajectories
     parts = {name: [sample.reward_parts.get(name) for sample in samples] for name in _part_names(group)}
+    turns = [each.all_turns for each in samples]
     known = {
         "number": group.number,
         "tag": group.tag,
@@ -50,8 +51,8 @@ def _described(request: PromptRequest, group: Group) -> dict[str, Any]:
         "submitted": round(request.submitted_at_s, 3),
         "generated": _rounded(group.generated_s),
         "scored": _rounded(group.finished_s),
-        "engines": sorted({turn.engine for each in samples for turn in each.all_turns if turn.engine is not None}),
-        "lengths": [sum(turn.end - turn.start for turn in each.all_turns) for each in samples],
+        "engines": sorted({turn.engine for each in turns for turn in each if turn.engine is not None}),
+        "lengths": [sum(turn.end - turn.start for turn in each) for each in turns],
         "scores": [round(each.score, 6) for each in samples],
         "stops": [each.stop for each in samples],
         "parts": parts,

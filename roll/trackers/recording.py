@@ -25,6 +25,8 @@ SPANS_FILE, GROUPS_FILE = "spans.jsonl", "groups.jsonl"
 TRAINER, ROLLOUT, ENGINE = "trainer", "rollout", "engine"
 """Who did what in a span; an engine is `engine` and its number."""
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 Span = tuple[str, float, float]
 """What was done, from when and until when, in seconds since 1970."""
 
@@ -65,7 +67,7 @@ class Recording:
         self._append(GROUPS_FILE, groups)
 
     def _append(self, name: str, entries: Iterable[Mapping[str, Any]]) -> None:
-        lines = [json.dumps(entry, separators=(",", ":")) for entry in entries]
+        lines = [_encode(entry) for entry in entries]
         if not lines or name in self._failed:
             return
         try:

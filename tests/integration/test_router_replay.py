@@ -184,13 +184,15 @@ def tiny_mixture(tmp_path_factory, tiny_model_dir):
 
 
 def test_a_run_ahead_of_the_trainer_replays_every_token(shared_runs, tiny_mixture, tmp_path):
-    """Two data ranks share the experts; weight updates find requests running, which are continued."""
+    """Two data ranks share the experts; an engine that runs two requests at a time is never idle."""
     config = recipe(
         inputs_in(tmp_path / "data", tiny_mixture),
         tmp_path,
         async_generation_ratio=2,
         deterministic=False,
-        response_length=40,
+        max_steps=8,
+        response_length=80,
+        actor_infer__max_running_requests=2,
         old_log_probs_source="recompute",
         actor_train__pg_variant="decoupled_ppo",
         eval_steps=0,
@@ -203,7 +205,7 @@ def test_a_run_ahead_of_the_trainer_replays_every_token(shared_runs, tiny_mixtur
     assert code == 0, output
     steps = lines(tmp_path)
     trained = [line for line in steps if line.get("step")]
-    assert len(trained) == 4 and max(line["rollout/versions_max"] for line in trained) > 1
+    assert len(trained) == 8 and max(line["rollout/versions_max"] for line in trained) > 1
     assert trained[0]["moe/routing_agreement"] == pytest.approx(1.0, abs=1e-3)
     assert all(0.5 < line["moe/routing_agreement"] <= 1.0 for line in trained)
     assert trained[0]["correction/log_prob_diff_max"] < 1e-4
