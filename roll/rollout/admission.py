@@ -1,19 +1,19 @@
 """Admission of prompts: how many generation may run ahead of training, and which finished ones form the next batch.
 
 It is plain Python without a clock: the caller, `Rollouter` in `roll/rollout/rollouter.py`, submits at most
-`admissible()` prompts, and reports every event, and the time where it matters. Three rules hold.
-Let B be the prompts of a batch, eta the async_generation_ratio, v the weight version that the engines have (0 first)
-and n the version whose weights learn from the next batch (the number of batches taken so far: v, or v + 1 while a taken
-batch is being learned from).
+`admissible()` prompts, and reports every event, and the time where it matters. Three rules hold. Let B be the prompts
+of a batch (`rollout_batch_size`; groups of agents), eta the async_generation_ratio, v the weight version that the
+engines have (0 first) and n the version whose weights learn from the next batch (the number of batches taken so far:
+v, or v + 1 while a taken batch is being learned from).
 
 Admission: submitted - dropped <= floor((v + 1 + eta) * B), always. So generation is at most eta batches ahead of
 training. A dropped prompt does not count, so a new prompt with its own deadline may be submitted.
 
 Deadline: a prompt submitted at version u is learned from by version u + ceil(eta) at the latest.
 
-Batch: B ready prompts, the earliest deadline first, then the lowest number. It waits while fewer are ready, or while a
-deadline would be missed without a prompt that still runs (`Deadlines.blocking_deadline`). Otherwise it does not wait
-for running prompts, so a long response delays training only when its deadline requires it.
+Batch: B ready prompts, the earliest deadline first, then the lowest number. It waits while fewer are ready, or while
+a deadline would be missed without a prompt that still runs (`Deadlines.blocking_deadline`). Otherwise it does not
+wait for running prompts, so a long response delays training only when its deadline requires it.
 
 Why no deadline is missed. Claim: for every d >= n, the prompts not yet consumed that are due by d are at most
 (d - n + 1) * B, which is what the batches n to d hold.
@@ -24,16 +24,17 @@ Why no deadline is missed. Claim: for every d >= n, the prompts not yet consumed
 - Taking keeps it: `blocking_deadline` allows a batch only if it leaves at most (d - n) * B due by d, for every d.
 
 At d = n: at most B prompts are due now, and the batch holds all of them. So every prompt is consumed in time or
-dropped. Whether a running prompt ends at all is up to the caller's timeouts; `blocking` lists the prompts that the next
-batch waits for. The rule at d = n alone (wait for what is due now) is not enough: with eta = 2 the first version admits
-3 * B prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
+dropped. Whether a running prompt ends at all is up to the caller's timeouts; `blocking` lists the prompts that the
+next batch waits for. The rule at d = n alone (wait for what is due now) is not enough: with eta = 2 the first version
+admits 3 * B prompts due at 2, and a batch 1 made of prompts due at 3 would leave 2 * B for batch 2.
 
-Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when it
-is learned from. The limit `max_staleness` drops nothing in an unbroken run; it matters when a checkpoint is resumed
-with a smaller ratio than that under which its prompts were admitted.
+Staleness follows: no token is older than the submission of its prompt, so it is at most ceil(eta) versions old when
+it is learned from. The limit `max_staleness` (`max_staleness_allowed`) drops nothing in an unbroken run; it matters
+when a checkpoint is resumed with a smaller ratio than that under which its prompts were admitted.
 
-Freshness by time: with `max_age_s`, `expire` drops ready groups whose prompt was submitted longer ago. The caller calls
-it before it takes a batch, so no token learned from is older. New prompts may replace the dropped ones.
+Freshness by time: with `max_age_s` (`max_sample_age_s`), `expire` drops ready groups whose prompt was submitted
+longer ago. The caller calls it before it takes a batch, so no token learned from is older. New prompts may replace
+the dropped ones.
 """
 
 from __future__ import annotations

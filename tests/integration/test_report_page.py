@@ -148,6 +148,9 @@ def test_lanes_show_a_window_of_steps_and_can_be_saved(browser: Any, page_file: 
     five = page.evaluate(rects)
     page.click("[data-width='1']")
     assert 0 < page.evaluate(rects) < five
+    page.click(".strip", position={"x": 80, "y": 16})
+    assert page.text_content(".lanes svg:not(.strip) text:not([x='0'])") == "1"
+    assert page.input_value(".lanes input") == "0"
     page.click("[data-width='0']")
     assert page.evaluate(rects) == 6 * 60 and page.evaluate("document.querySelectorAll('.mark').length") == 1
     page.locator(".lanes rect").nth(100).hover(force=True)

@@ -267,6 +267,7 @@ function lanes(page) {
       const drawn = box.querySelector('.drawn'), wide = Math.max(280, drawn.clientWidth), left = 72, scale = (wide - left - 8) / Math.max(1, to - from);
       const x = ms => left + (Math.max(from, Math.min(to, ms)) - from) * scale, foot = 24 * found.lanes.length;
       drawn.replaceChildren();
+      if (most) strip(drawn, steps, first, until, left, wide - 8, at => { state.first = Math.max(0, Math.min(most, at - Math.floor(count / 2))); draw(); });
       const svg = shape(drawn, 'svg', {width: wide, height: foot + 24, role: 'img'});
       steps.slice(first, until + 1).forEach(([step, end], i, all) => {
         const start = i ? all[i - 1][1] : from;
@@ -290,6 +291,19 @@ function lanes(page) {
     redraws.add(draw);
     draw();
   });
+}
+
+// Seconds of all steps, with the steps from `first` to `until` marked; `choose` gets the one that is pressed.
+function strip(parent, steps, first, until, left, right, choose) {
+  const svg = shape(parent, 'svg', {width: right + 8, height: 40, class: 'strip'}), each = (right - left) / steps.length;
+  const seconds = steps.map(([, end], i) => end - (i ? steps[i - 1][1] : 0)), highest = Math.max(1, ...seconds);
+  let line = `M${left},28`;
+  seconds.forEach((value, i) => line += `V${(28 - 24 * value / highest).toFixed(1)}H${(left + (i + 1) * each).toFixed(1)}`);
+  shape(svg, 'path', {d: line + 'V28Z'});
+  shape(svg, 'rect', {x: left + first * each, y: 1, width: Math.max(4, (until + 1 - first) * each), height: 30, rx: 4});
+  svg.onpointerdown = svg.onpointermove = event => {
+    if (event.buttons & 1) choose(Math.floor((event.clientX - svg.getBoundingClientRect().x - left) / each));
+  };
 }
 
 // The same spans as trace events, which ui.perfetto.dev opens.
