@@ -48,39 +48,40 @@ PROPORTIONAL = ("Pss_Anon", "Pss_Shmem", "SwapPss", "Private_Hugetlb", "Shared_H
 """The same in /proc/PID/smaps_rollup, where processes that share a page have equal parts of it."""
 
 
-_spared: set[int] = set()
-"""The watchdog of a process that adopts no orphans, which only it finds."""
+_watchdog, _adopts = 0, True
+"""The watchdog of this process, and whether orphans among its descendants become its children."""
 
 
-def contain(process_limit: int | None = None, memory_bytes: int | None = None, adopt: bool = True) -> int:
+def contain(
+    process_limit: int | None = None, memory_bytes: int | None = None, adopt: bool = True, driver: int | None = None
+) -> None:
     """Makes the descendants of this process end with it, and it with its driver; call it before it has threads.
 
-    Returns the id of its watchdog.
+    The driver is the process that started this one; pass its id where it may have ended since.
 
     With more than `process_limit` descendants at a time, it ends together with them by TOO_MANY_PROCESSES; if they and
     it take more than `memory_bytes`, by TOO_MUCH_MEMORY. Shared mappings count, mapped files do not. Both limits are
     checked every COUNT_INTERVAL_S seconds, so they may be exceeded for that long.
 
-    Its descendants stay its own if it is to `adopt` orphans, and are killed when it ends or gets SIGTERM. Where it is
-    killed, crashes or ignores that signal, a watchdog, a child of it, kills the processes of its session, those with
-    its MARK, and the descendants that it saw when it last looked, with theirs. Only a process that removed the mark,
-    left the session and lost its parent since then outlives a process that was killed. The watchdog also ends a process
-    whose driver has ended: its own thread for that waits while a call holds the interpreter's lock.
+    Its descendants stay its own if it is to `adopt` orphans, and are killed when it ends or gets SIGTERM. What is left
+    when it has ended, in whatever way, is killed by a watchdog, a child of it: the processes of its session, those with
+    its MARK, and the descendants that it saw when it last looked, with theirs. The watchdog of another contained
+    process may be among them, so what has the mark of one that is killed is killed too. Only a process that removed the
+    mark, left the session and lost its parent since the last look outlives a process that was killed. The watchdog also
+    ends a process whose driver has ended: its own thread for that waits while a call holds the interpreter's lock.
     """
+    global _watchdog, _adopts
     if adopt:
         adopt_orphans()
-    process, driver = os.getpid(), os.getppid()
+    process, driver = os.getpid(), driver or os.getppid()
     resource.setrlimit(MARKED_LIMIT, (MARK + process, resource.getrlimit(MARKED_LIMIT)[1]))
-    watchdog = os.fork()
-    if watchdog == 0:
+    _watchdog, _adopts = os.fork(), adopt
+    if _watchdog == 0:
         with contextlib.suppress(BaseException):
             _watch(process, driver, process_limit, memory_bytes)
         os._exit(0)
-    if not adopt:
-        _spared.add(watchdog)
     signal.signal(signal.SIGTERM, _end)
     atexit.register(kill_descendants)
-    return watchdog
 
 
 def _end(*_: Any) -> None:
@@ -88,19 +89,22 @@ def _end(*_: Any) -> None:
     os._exit(1)
 
 
-def kill_remaining(watchdog: int) -> None:
-    """As `kill_descendants`, faster for a process that adopts orphans and has none: it does not list all processes."""
-    if _descendants([os.getpid()], 1) == {watchdog}:
-        _kill(watchdog)
-    else:
+def kill_remaining() -> None:
+    """As `kill_descendants`; ends the watchdog too where nothing is left, and no thread may start anything."""
+    process = os.getpid()
+    if _descendants([process], 1) != {_watchdog}:
         kill_descendants()
+    elif len(os.listdir(f"/proc/{process}/task")) == 1:
+        _kill(_watchdog)
 
 
 def kill_descendants() -> None:
-    """Kills what this process has started, the watchdog too, unless that has orphans to kill."""
+    """Kills what this process has started except its watchdog, which alone does it where this adopts no orphans."""
+    if not _adopts:
+        return
     for _ in range(ROUNDS):
         children = psutil.Process().children(recursive=True)
-        alive = [child for child in children if child.pid not in _spared and _is_alive(child)]
+        alive = [child for child in children if child.pid != _watchdog and _is_alive(child)]
         if not alive:
             return
         for child in alive:
@@ -140,10 +144,16 @@ def _watch(process: int, driver: int, process_limit: int | None, memory_bytes: i
             for number in started:
                 _kill(number)
             ended = True
-    empty = 0
+    _kill_left(process, seen)
+
+
+def _kill_left(process: int, seen: Mapping[int, int]) -> None:
+    """Kills what a process has left, of which these were seen; a process may start another one until it is killed."""
+    marks, empty = {MARK + process}, 0
     for _ in range(ROUNDS):
-        left = _alive(seen) | _start_times(number for number in _processes() if _belongs(number, process))
+        left = _alive(seen) | _start_times(each for each in _processes() if _belongs(each, process, marks))
         left |= _start_times(_descendants(left, MOST_PROCESSES))
+        marks |= {mark for mark in map(_mark, left) if mark > MARK}
         empty = 0 if left else empty + 1
         if empty == EMPTY_LOOKS:
             return
@@ -242,14 +252,17 @@ def _stat(number: int) -> list[str]:
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
-def _belongs(number: int, process: int) -> bool:
-    """Whether a living process is of the session of `process`, or has its mark."""
+def _mark(number: int) -> int:
+    try:
+        return resource.prlimit(number, MARKED_LIMIT)[0]
+    except OSError:
+        return 0
+
+
+def _belongs(number: int, process: int, marks: Collection[int]) -> bool:
+    """Whether a living process is of the session of `process`, or has one of the marks."""
     try:
         state = _stat(number)
-        if state[0] == "Z":
-            return False
-        if int(state[3]) == process:
-            return True
-        return resource.prlimit(number, MARKED_LIMIT)[0] == MARK + process
+        return state[0] != "Z" and (int(state[3]) == process or _mark(number) in marks)
     except (OSError, ValueError, IndexError):
         return False

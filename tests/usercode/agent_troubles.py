@@ -51,6 +51,11 @@ class Troubled(Agent):
         os.system("setsid setsid sleep 61.25 < /dev/null > /dev/null 2>&1 &")
         return Result(1.0)
 
+    def starts_programs(self, task: dict[str, Any], seed: int) -> Result:
+        while True:
+            subprocess.Popen(["sleep", "61.25"], start_new_session=True)
+            time.sleep(0.005)
+
     def hangs(self, task: dict[str, Any], seed: int) -> Result:
         self.leaves_a_daemon(task, seed)
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,9 @@ from roll.usercode.agents.pool import AgentFailure, AgentPool, AgentSpec
 pytestmark = pytest.mark.slow
 
 TROUBLED = AgentSpec("Troubled", "tests.usercode.agent_troubles:Troubled")
+
+DAEMON = ["sleep", "61.25"]
+"""What `leaves_a_daemon` starts."""
 
 
 @asynccontextmanager
@@ -38,7 +42,7 @@ async def play(pool: AgentPool, trouble: str, seed: int = 0, timeout_s: float = 
 async def no_daemon() -> None:
     """Waits until what `leaves_a_daemon` starts has ended."""
     for _ in range(100):
-        if not any(process.info["cmdline"] == ["sleep", "61.25"] for process in psutil.process_iter(["cmdline"])):
+        if not any(process.info["cmdline"] == DAEMON for process in psutil.process_iter(["cmdline"])):
             return
         await asyncio.sleep(0.1)
     raise AssertionError("the daemon still runs")
@@ -118,6 +122,21 @@ def test_what_an_agent_started_ends_with_it(how: str) -> None:
             await no_daemon()
             if how != "pool closed":
                 assert (await play(pool, "nothing")).reward == 1.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_agents_that_start_programs_while_their_parent_is_killed_leave_none(number: signal.Signals) -> None:
+    async def run() -> None:
+        async with started() as pool:
+            agents = [asyncio.create_task(play(pool, "starts_programs", seed)) for seed in range(4)]
+            while not any(process.info["cmdline"] == DAEMON for process in psutil.process_iter(["cmdline"])):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(1.5)  # a watchdog that looks once a second knows the agents then
+            psutil.Process(pool.processes.processes[0].pid).send_signal(number)
+            assert all(isinstance(end, AgentFailure) for end in await asyncio.gather(*agents, return_exceptions=True))
+            await no_daemon()
 
     asyncio.run(run())
 

@@ -100,6 +100,19 @@ if __name__ == "__main__":
 """
 
 
+ORPHAN = """
+import os, time
+from roll.usercode.containment import contain
+
+driver = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == driver:
+        time.sleep(0.01)
+    contain(driver=driver)
+    time.sleep(3600)
+"""
+
+
 async def scored(*responses: str, processes: int = 1, **keys: Any) -> list[RewardOutcome]:
     """Outcomes in a pool that is closed before they are returned."""
     config = RewardConfig(**{"function": FUNCTION, "timeout_s": 30.0, "world_size": processes} | keys)
@@ -206,6 +219,11 @@ def test_code_that_ignores_the_signal_is_killed(nothing_is_left: Callable[[], No
 def test_a_daemon_does_not_outlive_a_process_that_was_killed(nothing_is_left: Callable[[], None]) -> None:
     [killed] = asyncio.run(scored("daemon, wait and be killed"))
     assert killed.reason == "raised" and "exit code -9" in (killed.detail or "")
+    nothing_is_left()
+
+
+def test_a_process_ends_whose_driver_ended_before_it_was_contained(nothing_is_left: Callable[[], None]) -> None:
+    subprocess.run([sys.executable, "-c", ORPHAN], check=True, env=os.environ | {"PYTHONPATH": os.getcwd()})
     nothing_is_left()
 
 

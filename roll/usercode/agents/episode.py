@@ -43,11 +43,12 @@ class AgentJob:
     timeout_s: float
 
 
-def become(job: AgentJob, answer: int, output: int) -> None:
+def become(job: AgentJob, driver: int, answer: int, output: int) -> None:
     """Makes this process, which was just forked, that of an episode; does not return.
 
     Args:
         job: the episode.
+        driver: the process that forked this one.
         answer: descriptor to which the result or the failure is written, as JSON.
         output: descriptor for what the agent prints.
     """
@@ -59,12 +60,12 @@ def become(job: AgentJob, answer: int, output: int) -> None:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
     os.environ.update(job.variables)
-    watchdog = contain(PROCESS_LIMIT)
+    contain(PROCESS_LIMIT, driver=driver)
     faulthandler.register(signal.SIGUSR1)
     _write(answer, _answer(job))
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    kill_remaining(watchdog)
+    kill_remaining()
     os._exit(0)
 
 

@@ -168,10 +168,10 @@ def _imports(tree: ast.Module, module: str) -> Iterator[str]:
 def _fork(job: AgentJob) -> _Episode:
     answer, write_answer = os.pipe()
     output, write_output = os.pipe()
-    pid = os.fork()
+    driver, pid = os.getpid(), os.fork()
     if pid == 0:
         try:
-            become(job, write_answer, write_output)
+            become(job, driver, write_answer, write_output)
         finally:
             os._exit(1)
     os.close(write_answer)
