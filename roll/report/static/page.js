@@ -268,7 +268,7 @@ function lanes(page) {
       const x = ms => left + (Math.max(from, Math.min(to, ms)) - from) * scale, foot = 24 * found.lanes.length;
       drawn.replaceChildren();
       if (most) strip(drawn, steps, first, until, left, wide - 8, at => { state.first = Math.max(0, Math.min(most, at - Math.floor(count / 2))); draw(); });
-      const svg = shape(drawn, 'svg', {width: wide, height: foot + 24, role: 'img'});
+      const svg = shape(drawn, 'svg', {width: wide, height: foot + 24, viewBox: `0 0 ${wide} ${foot + 24}`, role: 'img'});
       steps.slice(first, until + 1).forEach(([step, end], i, all) => {
         const start = i ? all[i - 1][1] : from;
         shape(svg, 'line', {x1: x(end), x2: x(end), y1: 0, y2: foot, class: 'rule'});
@@ -295,7 +295,7 @@ function lanes(page) {
 
 // Seconds of all steps, with the steps from `first` to `until` marked; `choose` gets the one that is pressed.
 function strip(parent, steps, first, until, left, right, choose) {
-  const svg = shape(parent, 'svg', {width: right + 8, height: 40, class: 'strip'}), each = (right - left) / steps.length;
+  const svg = shape(parent, 'svg', {width: right + 8, height: 40, viewBox: `0 0 ${right + 8} 40`, class: 'strip'}), each = (right - left) / steps.length;
   const seconds = steps.map(([, end], i) => end - (i ? steps[i - 1][1] : 0)), highest = Math.max(1, ...seconds);
   let line = `M${left},28`;
   seconds.forEach((value, i) => line += `V${(28 - 24 * value / highest).toFixed(1)}H${(left + (i + 1) * each).toFixed(1)}`);
