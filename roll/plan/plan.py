@@ -10,6 +10,7 @@ from typing import Any
 from roll.base.errors import ConfigError
 from roll.base.text import gibibytes
 from roll.configs.check import check
+from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.files.model_files import check_head_sizes
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import MegatronRoleConfig, RoleConfig
@@ -51,6 +52,8 @@ class RolePlan:
     data: int
     shares_devices_with: list[str]
     context: int = 1
+    experts: str = ""
+    """How the experts of a mixture are split, such as `etp1 ep8 edp2`; empty where every rank has all of them."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,14 @@ def _role(config: BaseConfig, role: str, worker: RoleConfig, per_node: int) -> R
         pipeline=layout.pipeline,
         data=layout.data,
         shares_devices_with=[name for name, theirs in others if theirs & {*devices}],
+        experts=_experts(layout),
     )
+
+
+def _experts(layout: ParallelLayout) -> str:
+    if layout.expert == 1 and layout.expert_tensor in (None, layout.tensor):
+        return ""
+    return f"etp{layout.expert_ranks // layout.expert} ep{layout.expert} edp{layout.expert_copies}"
 
 
 def _devices(config: BaseConfig, per_node: int) -> list[DevicePlan]:

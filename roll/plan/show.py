@@ -114,7 +114,8 @@ def _roles(plan: Plan) -> Table:
             spans(role.devices).replace(",", ", "),
             spans(role.nodes).replace(",", ", "),
             format_count(role.workers, "engine" if role.strategy == "sglang" else "rank"),
-            f"tp{role.tensor}{f' cp{role.context}' if role.context > 1 else ''} pp{role.pipeline} dp{role.data}",
+            f"tp{role.tensor}{f' cp{role.context}' if role.context > 1 else ''} pp{role.pipeline} dp{role.data}"
+            + (f" | {role.experts}" if role.experts else ""),
             f"{role.strategy} {role.dtype}",
         )
         for role in plan.roles

@@ -247,6 +247,14 @@ CORRECTION = (
     Metric("correction/no_op", "0 or 1", "1 if samples were stale but every ratio and weight was 1: an error."),
 )
 
+MIXTURE = (
+    Metric(
+        "moe/max_load", "ratio", "Tokens of the busiest expert of any layer over the mean of its layer, in training."
+    ),
+    Metric("moe/min_load", "ratio", "The same of the least busy expert; 0 is an expert without tokens."),
+    Metric("moe/aux_loss", "", "Mean auxiliary loss of a layer (moe_aux_loss_coeff); 1 where experts are balanced."),
+)
+
 VALIDATION = (
     Metric("val/score", "score", "Mean reward over all validation responses."),
     Metric("val/<name>/score", "score", "Mean reward over the validation prompts with this tag."),
@@ -309,6 +317,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Critic": CRITIC,
     "Preferences": PREFERENCES,
     "Off-policy correction": CORRECTION,
+    "Mixtures of experts": MIXTURE,
     "Validation": VALIDATION,
     "System": SYSTEM,
 }

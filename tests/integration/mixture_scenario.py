@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from roll.datasets.batch import Batch
+from roll.distributed.train.micro_batch import make_micro_batch
 from tests.integration.megatron_scenario import PROMPT, SAMPLES, TEMPERATURE, WIDTH, token_batch, training_batch
 from tests.integration.rank_pool import RankContext
 
 GRADIENT = {"learning_rate": 1e3, "adam_epsilon": 1e3, "weight_decay": 0.0}
 """Adam's first step is then the gradient, to one part in a thousand of the largest element."""
+
+BALANCE = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
 
 ADAM = {"learning_rate": 1e-3, "weight_decay": 0.0}
 
@@ -23,6 +28,10 @@ def run(context: RankContext) -> None:
         _score(context, name, Path(model))
         for variant, options in context.arguments["variants"].items():
             _train(context, f"{name}/{variant}", Path(model), dict(options))
+    balanced = Path(context.arguments["models"]["qwen3_moe"])
+    for variant, sizes in context.arguments["balanced"].items():
+        size = sizes[context.layout.coordinates(context.rank).data]
+        _train(context, f"balanced/{variant}", balanced, {"micro_batch_size": size, "megatron": BALANCE}, ["gradient"])
 
 
 def _score(context: RankContext, name: str, model: Path) -> None:
@@ -42,12 +51,15 @@ def _score(context: RankContext, name: str, model: Path) -> None:
     strategy.shutdown()
 
 
-def _train(context: RankContext, name: str, model: Path, options: dict[str, Any]) -> None:
+def _train(
+    context: RankContext, name: str, model: Path, options: dict[str, Any], kinds: Sequence[str] = ("gradient", "adam")
+) -> None:
     """A step that subtracts the gradient, and three of Adam; the weights go to folders."""
     size = options.pop("micro_batch_size")
     if context.layout.tensor > 1:
         options["megatron"] = {"sequence_parallel": True, **options.get("megatron", {})}
-    for kind, training, steps in (("gradient", GRADIENT, 1), ("adam", ADAM, 3)):
+    for kind in kinds:
+        training, steps = (GRADIENT, 1) if kind == "gradient" else (ADAM, 3)
         clip = 0.0 if kind == "gradient" else 1.0
         strategy = context.strategy(model, training=training, max_grad_norm=clip, **options)
         data = training_batch(strategy.coordinates.data, context.layout.data, size)
@@ -77,3 +89,36 @@ def expected_training(model: torch.nn.Module, kind: str) -> tuple[list[float], d
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
         adam.step()
     return norms, model.state_dict()
+
+
+def expected_balance(model: torch.nn.Module, sizes: Sequence[int], multiple: int) -> float:
+    """Subtracts the gradient with the losses of routers, and returns their mean auxiliary loss.
+
+    Micro-batches have `sizes[rank]` samples; ranks with fewer of them compute their first sample again, without a loss
+    of its tokens.
+    """
+    tensors = token_batch()
+    mask = tensors["attention_mask"].bool() & (torch.arange(WIDTH) >= PROMPT)
+    shards = [range(rank, SAMPLES, len(sizes)) for rank in range(len(sizes))]
+    cut = [[rows[at : at + size] for at in range(0, len(rows), size)] for rows, size in zip(shards, sizes, strict=True)]
+    again = [rows[0][:1] for rows in cut for _ in range(max(map(len, cut)) - len(rows))]
+    micro = [*itertools.chain(*cut), *again]
+    inputs = [make_micro_batch(Batch(tensors).batch, rows, multiple).input_ids for rows in micro]
+    total = sum(ids.numel() for ids in inputs)
+    loss, aux_losses = torch.zeros(()), []
+    for number, (ids, rows) in enumerate(zip(inputs, micro, strict=True)):
+        output = model(input_ids=ids, output_router_logits=True)
+        if number < len(micro) - len(again):
+            picked = torch.log_softmax(output.logits[:, :-1].float(), -1).gather(2, ids[:, 1:, None]).squeeze(2)
+            loss = loss - (picked * mask[list(rows), 1 : ids.shape[1]]).sum() / mask.sum()
+        for logits in output.router_logits:
+            experts, chosen = logits.shape[1], logits.topk(2, -1).indices
+            tokens = torch.nn.functional.one_hot(chosen, experts).sum((0, 1)).float()
+            aux = experts * (tokens / tokens.sum() * logits.softmax(-1).mean(0)).sum()
+            z = torch.logsumexp(logits, -1).square().mean()
+            loss = loss + ids.numel() / total * (BALANCE["moe_aux_loss_coeff"] * aux + BALANCE["moe_z_loss_coeff"] * z)
+            aux_losses.append(aux.item())
+    loss.backward()
+    options = GRADIENT["learning_rate"], (0.9, 0.999), GRADIENT["adam_epsilon"]
+    torch.optim.AdamW(model.parameters(), *options, weight_decay=0.0).step()
+    return sum(aux_losses) / len(aux_losses)

@@ -19,6 +19,14 @@ OTHERS = {
     "tp2 x dp2": (ParallelLayout(tensor=2, data=2), {}),
     "pp2 x dp2": (ParallelLayout(pipeline=2, data=2), {}),
 }
+SPLIT = ParallelLayout(data=2, expert=2)
+SEQUENCE_PARALLEL = {"megatron": {"sequence_parallel": True}}
+MIXTURES = {
+    "ep1": (ParallelLayout(), {}),
+    "tp2 x ep2": (ParallelLayout(tensor=2, expert=2, expert_tensor=1), SEQUENCE_PARALLEL),
+    "tp2, split experts": (ParallelLayout(tensor=2), SEQUENCE_PARALLEL),
+    "pp2 x ep2": (ParallelLayout(pipeline=2, data=2, expert=2), {}),
+}
 BF16 = {"dtype": "bf16"}
 PLAIN = {"megatron": {"use_distributed_optimizer": False}}
 
@@ -26,15 +34,18 @@ PLAIN = {"megatron": {"use_distributed_optimizer": False}}
 @pytest.fixture(scope="module")
 def run(rank_pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    model = write_tiny_model(folder / "model", "qwen3", num_hidden_layers=4, tie_word_embeddings=True)
+    models = {
+        "qwen3": write_tiny_model(folder / "model", "qwen3", num_hidden_layers=4, tie_word_embeddings=True),
+        "qwen3_moe": write_tiny_model(folder / "mixture", "qwen3_moe", num_hidden_layers=2),
+    }
 
-    def start(layout, read, write, steps, options):
+    def start(layout, read, write, steps, options, model="qwen3"):
         paths = {"read": read and str(folder / read), "write": str(folder / write)}
         return rank_pool.start(
             "tests.integration.megatron_scenario:moved",
             layout,
             folder,
-            model=str(model),
+            model=str(models[model]),
             steps=steps,
             options=options,
             **paths,
@@ -73,6 +84,20 @@ def test_a_checkpoint_is_read_at_any_layout_and_back(run):
         for mine, theirs in zip(ranks[0]["steps"], unbroken[0]["steps"][1:], strict=True):
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
             assert mine["lr"] == theirs["lr"]
+
+
+def test_a_checkpoint_does_not_know_on_which_ranks_its_experts_were(run):
+    """The other layout takes the first of three steps, and the layout with experts on two ranks the others."""
+    run(SPLIT, None, "split", 3, {}, "qwen3_moe").result()
+    unbroken = run(SPLIT, "split", "split on", 3, {}, "qwen3_moe").result()
+    expected = log_probs(unbroken, SPLIT)
+    for name, (layout, options) in MIXTURES.items():
+        there = run(layout, "split", f"split {name}", 1, options, "qwen3_moe").result()
+        assert_close(log_probs(there, layout)[0], expected[0], 1e-5, name)
+        ranks = run(SPLIT, f"split {name}", f"split {name} and back", 2, {}, "qwen3_moe").result()
+        assert_close(log_probs(ranks, SPLIT)[1], expected[1], 2e-5, name)
+        for mine, theirs in zip(ranks[0]["steps"], unbroken[0]["steps"][1:], strict=True):
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("options", [BF16, PLAIN], ids=["bf16", "plain optimizer"])

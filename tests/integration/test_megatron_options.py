@@ -62,6 +62,8 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "overlap_cpu_optimizer_d2h_h2d": [{"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": False}],
     "cp_comm_type": [{"cp_comm_type": name, "context_parallel_size": 2} for name in ("p2p", "a2a")],
     "moe_token_dispatcher_type": [{"moe_token_dispatcher_type": name} for name in ("alltoall", "allgather")],
+    "moe_aux_loss_coeff": [{"moe_aux_loss_coeff": 0.01}],
+    "moe_z_loss_coeff": [{"moe_z_loss_coeff": 0.001}],
     "moe_grouped_gemm": [{"moe_grouped_gemm": value} for value in (True, False)],
     "expert_tensor_parallel_size": [
         {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -70,7 +72,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
 """Option -> sections that set it as a GPU with Transformer Engine would run them."""
 
 
-OF_EXPERTS = {"moe_grouped_gemm", "expert_tensor_parallel_size"}
+OF_EXPERTS = {"moe_grouped_gemm", "expert_tensor_parallel_size", "moe_aux_loss_coeff", "moe_z_loss_coeff"}
 
 
 def test_every_option_is_tried():

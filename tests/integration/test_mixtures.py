@@ -11,11 +11,29 @@ from safetensors.torch import load_file
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import TEMPERATURE, token_batch
-from tests.integration.mixture_scenario import expected_training
+from tests.integration.mixture_scenario import expected_balance, expected_training
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-MODELS = {"qwen3_moe": {"num_hidden_layers": 2}}
+MODELS = {
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "mixtral": {"num_hidden_layers": 2, "head_dim": 16},
+    "qwen2_moe": {
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+    },
+}
+"""The last has a dense layer, and weights of experts that do not sum to 1."""
+BALANCED = {
+    "ep1": {"3": [3], "8": [8]},
+    "ep2": {"3": [3, 3], "1 and 3": [1, 3]},
+    "tp2 x ep2": {"3": [3]},
+}
+"""Sizes of the micro-batches of each data rank with which the losses of routers are on, by layout."""
+ALL = ("ep1", "tp2 x ep2, split experts", "pp2 x ep2")
+"""Layouts with every family, others with the first."""
 
 LAYOUTS = {
     "ep1": ParallelLayout(),
@@ -36,6 +54,9 @@ VARIANTS = {
 """What is trained at a layout; `plain` at the others."""
 
 
+PAIRS = [(layout, name) for layout in LAYOUTS for name in (MODELS if layout in ALL else ["qwen3_moe"])]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
@@ -51,8 +72,9 @@ def run(models, rank_pool, tmp_path_factory):
             "tests.integration.mixture_scenario:run",
             sizes,
             folders[layout],
-            models=models,
+            models=models if layout in ALL else {"qwen3_moe": models["qwen3_moe"]},
             variants=VARIANTS.get(layout, {"plain": PLAIN}),
+            balanced=BALANCED.get(layout, {}),
         )
         for layout, sizes in LAYOUTS.items()
     }
@@ -62,23 +84,16 @@ def run(models, rank_pool, tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(models):
     """Log-probs of transformers, and its weights after training, by model."""
-    import transformers
-
-    def load(name):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            models[name], dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        )
-
     found = {}
     for name, folder in models.items():
         batch = token_batch()
         with torch.no_grad():
-            logits = load(name)(**batch).logits / TEMPERATURE
+            logits = load(folder)(**batch).logits / TEMPERATURE
         picked = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
         scored = batch["attention_mask"][:, 1:].bool()
         found[name] = {"log_probs": torch.nn.functional.pad(torch.where(scored, picked, 0.0), (1, 0))}
         for kind in ("gradient", "adam"):
-            model = load(name)
+            model = load(folder)
             norms, _ = expected_training(model, kind)
             model.save_pretrained(folder / kind)
             found[name][kind] = norms, tensors_of(folder / kind)
@@ -86,8 +101,7 @@ def reference(models):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_log_probs_agree_with_transformers(run, reference, layout, name):
     """Also where data ranks that share experts have different numbers of samples and micro-batches."""
     ranks, _ = run(layout)
@@ -98,11 +112,10 @@ def test_log_probs_agree_with_transformers(run, reference, layout, name):
             torch.testing.assert_close(rank[f"log_probs/{name}/{packed}"], expected, atol=2e-5, rtol=0)
 
 
-TRAINED = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS.get(layout, {"plain": PLAIN})]
+TRAINED = [(layout, variant, name) for layout, name in PAIRS for variant in VARIANTS.get(layout, {"plain": PLAIN})]
 
 
-@pytest.mark.parametrize("layout, variant", TRAINED)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("layout", "variant", "name"), TRAINED)
 def test_gradients_and_adam_steps_agree_with_transformers(run, reference, layout, variant, name):
     ranks, folder = run(layout)
     for kind, tolerance in (("gradient", 1e-5), ("adam", 1e-4)):
@@ -117,6 +130,29 @@ def test_gradients_and_adam_steps_agree_with_transformers(run, reference, layout
                 ours[key], value, atol=tolerance, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
             )
     assert all(rank[f"same names/{name}/{variant}"] for rank in ranks)
+
+
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in BALANCED for name in BALANCED[layout]])
+def test_losses_of_routers_have_the_gradient_of_their_formulas(run, models, layout, name, tmp_path):
+    model = load(models["qwen3_moe"])
+    aux_loss = expected_balance(model, BALANCED[layout][name], LAYOUTS[layout].tensor)
+    model.save_pretrained(tmp_path)
+    ranks, folder = run(layout)
+    for rank in ranks:
+        [step] = rank[f"steps/balanced/{name}/gradient"]
+        assert step["moe/aux_loss"] == pytest.approx(aux_loss, rel=1e-4)
+        assert 0 <= step["moe/min_load"] < 1 < step["moe/max_load"] <= 4
+    ours, expected = tensors_of(folder / "balanced" / name / "gradient"), tensors_of(tmp_path)
+    for key, value in expected.items():
+        torch.testing.assert_close(ours[key], value, atol=1e-5, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def load(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

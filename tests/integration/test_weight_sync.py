@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -42,9 +44,7 @@ from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
 pytestmark = pytest.mark.integration
 
-SLOTS = 6
 MODEL = {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-DEVICES = {"tp2": [0, 1], "pp2": [2, 3], "actor_infer": [4], "lora": [5]}
 ADAPTED = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -68,12 +68,14 @@ class World:
     requests: int = 0
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("run")
+@contextlib.contextmanager
+def world_of(
+    folder: Path, model: str, trained: dict[str, ActorTrainConfig], engine_devices: list[int], paths: dict[str, Any]
+) -> Iterator[World]:
+    """Training clusters of these roles beside one engine; `paths` are names of synchronizers with their transports."""
     config = RLVRConfig(
         output_dir=str(folder),
-        pretrain=str(write_tiny_model(folder / "model", "qwen2", **MODEL)),
+        pretrain=model,
         prompt_length=32,
         response_length=32,
         verify_weights="always",
@@ -84,20 +86,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         rpc_timeout_s=240,
         model_update_buffer_size_mb=1,
     )
-    start_ray(config, "cpu", SLOTS)
-    resources = ResourceManager("cpu", SLOTS, DEVICES)
-    trained = {
-        "tp2": megatron(DEVICES["tp2"], tensor_model_parallel_size=2),
-        "pp2": megatron(DEVICES["pp2"], pipeline_model_parallel_size=2),
-        "lora": megatron(DEVICES["lora"], ADAPTED),
-    }
+    devices = {role: worker.device_mapping for role, worker in trained.items()} | {"actor_infer": engine_devices}
+    slots = 1 + max(device for own in devices.values() for device in own)
+    start_ray(config, "cpu", slots)
+    resources = ResourceManager("cpu", slots, devices)
     train = {
         role: Cluster(role, FaultyWorker, worker, config, resources, worker.layout) for role, worker in trained.items()
     }
     sglang = ActorInferConfig(
         model_args=ModelArguments(dtype="fp32"),
         strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
-        device_mapping=DEVICES["actor_infer"],
+        device_mapping=engine_devices,
         max_running_requests=16,
     )
     engine = Cluster("actor_infer", InferWorker, sglang, config, resources, sglang.layout)
@@ -106,13 +105,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         for call in [cluster.initialize() for cluster in clusters]:
             call.get()
         synchronizers = {
-            "tp2": FaultySynchronizer(train["tp2"], engine, config, BroadcastTransport),
-            "pp2": FaultySynchronizer(train["pp2"], engine, config, BroadcastTransport),
-            "tp2 own rank": FaultySynchronizer(train["tp2"], engine, config, OwnRankTransport),
-            "tp2 shared": FaultySynchronizer(train["tp2"], engine, config),
-            "pp2 shared": FaultySynchronizer(train["pp2"], engine, config),
-            "lora": FaultySynchronizer(train["lora"], engine, config),
-            "lora broadcast": FaultySynchronizer(train["lora"], engine, config, BroadcastTransport),
+            path: FaultySynchronizer(train[path.split()[0]], engine, config, *transport)
+            for path, transport in paths.items()
         }
         for synchronizer in synchronizers.values():
             asyncio.run(synchronizer.setup())
@@ -122,6 +116,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             cluster.shutdown()
         resources.release()
         stop_ray()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("run")
+    trained = {
+        "tp2": megatron([0, 1], tensor_model_parallel_size=2),
+        "pp2": megatron([2, 3], pipeline_model_parallel_size=2),
+        "lora": megatron([5], ADAPTED),
+    }
+    paths: dict[str, Any] = {
+        "tp2": [BroadcastTransport],
+        "pp2": [BroadcastTransport],
+        "tp2 own rank": [OwnRankTransport],
+        "tp2 shared": [],
+        "pp2 shared": [],
+        "lora": [],
+        "lora broadcast": [BroadcastTransport],
+    }
+    with world_of(folder, str(write_tiny_model(folder / "model", "qwen2", **MODEL)), trained, [4], paths) as made:
+        yield made
 
 
 def update(world: World, path: str, fault: Fault | None = None) -> UpdateReport:
@@ -174,7 +189,8 @@ def disagreement(world: World, role: str, temperature: float) -> float:
         },
         meta_info={"temperature": temperature, "micro_batches": [[0, 1, 2], [3, 4, 5]]},
     )
-    [scored] = world.train[role].call_shards(FaultyWorker.compute_log_probs, [data]).get()
+    train = world.train[role]
+    scored, *_ = train.call_shards(FaultyWorker.compute_log_probs, [data] * train.layout.data).get()
     return ((scored.batch["log_probs"] - behavior) * response).abs().max().item()
 
 

@@ -35,11 +35,11 @@ class Fault:
     Attributes:
         kind: `corrupt` changes one element after its checksum was computed, as a faulty network would; `drop` leaves
             the tensor out, as a weight mapping with a hole would; `fail` raises when the tensor is sent; `hang` waits
-            `HANG_S` before it is sent.
+            `HANG_S` before it is sent; `add` announces expert 3 also as expert 9.
         name: HF name of the tensor.
     """
 
-    kind: Literal["corrupt", "drop", "fail", "hang"]
+    kind: Literal["corrupt", "drop", "fail", "hang", "add"]
     name: str
 
 
@@ -51,6 +51,13 @@ class FaultyWeights:
 
     def __getattr__(self, name: str):
         return getattr(self._weights, name)
+
+    def specs(self) -> list[WeightSpec]:
+        fault, specs = self._fault, self._weights.specs()
+        if fault.kind == "add":
+            added = (spec for spec in specs if ".experts.3." in spec.name)
+            return [*specs, *(replace(spec, name=spec.name.replace(".experts.3.", ".experts.9.")) for spec in added)]
+        return _without(specs, fault.name) if fault.kind == "drop" else specs
 
     def gathered(self, receivers: Collection[int], without=()) -> Iterator[tuple[str, torch.Tensor | None]]:
         return self._faulty(self._weights.gathered(receivers, without))

@@ -149,6 +149,12 @@ class MegatronTrainConfig(MegatronConfig):
         "this kernel is installed.",
     )
     accumulate_allreduce_grads_in_fp32: bool = option(True, "Keep and reduce gradients in fp32.")
+    moe_aux_loss_coeff: float = option(
+        0.0, "Weight of the loss that balances experts in each layer of a mixture; 0 is off.", ge=0, usual=(0, 1)
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, "Weight of the loss that keeps the logits of routers small; default: off.", gt=0, usual=(0, 1)
+    )
     recompute_granularity: Literal["full", "selective"] | None = option(
         None, "Recompute activations in the backward pass: of whole layers, or of recompute_modules."
     )

@@ -15,6 +15,9 @@ from roll.models.families.shape import ModelShape
 EXPERT_OPTIONS = ("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm")
 """Options of `strategy_config` without effect in a dense model."""
 
+LOSSES_OF_ROUTERS = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Further ones of a trained role."""
+
 
 def check_experts(config: BaseConfig, role: str, worker: MegatronRoleConfig, shape: ModelShape) -> Iterator[Finding]:
     """The options of a role for experts fit the model, which `shape` describes."""
@@ -35,7 +38,7 @@ def _check_dense(config: BaseConfig, role: str, worker: MegatronRoleConfig) -> I
         )
     if isinstance(worker, ActorTrainConfig) and worker.router_replay.replays:
         yield error(f"{role}.router_replay", f"has no effect: {name} has no experts; leave it out")
-    for key in EXPERT_OPTIONS:
+    for key in (*EXPERT_OPTIONS, *(LOSSES_OF_ROUTERS if isinstance(worker, TrainedRoleConfig) else ())):
         if f"{path}.{key}" in config.source.given:
             yield warning(f"{path}.{key}", f"has no effect: {name} has no experts; leave it out")
 

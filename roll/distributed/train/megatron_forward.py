@@ -124,18 +124,11 @@ class ForwardPass:
         forward_only: bool,
     ) -> list[Any]:
         """Megatron's schedule over the micro-batches; `on_last_stage` is given the hidden states of the last stage."""
-        config = self.stages[0].config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        context = parallel_state.get_context_parallel_rank(), config.context_parallel_size
-        interleaved = len(self.stages) > 1
-        scheduled = [*micro_batches]
-        if interleaved:  # this schedule needs a multiple of the pipeline's size
-            scheduled += [micro_batches[0][:1]] * (-len(micro_batches) % config.pipeline_model_parallel_size)
-        scheduled += [micro_batches[0][:1]] * (self._most(len(scheduled)) - len(scheduled))
+        scheduled, interleaved = self._scheduled(micro_batches), len(self.stages) > 1
 
         def prepared() -> Iterator[tuple[bool, MicroBatch]]:
             for number, indices in enumerate(scheduled):
-                yield number < len(micro_batches), self._micro_batch(batch, indices, multiple, context)
+                yield number < len(micro_batches), self._micro_batch(batch, indices, self.device)
 
         def step(
             iterator: Iterator[tuple[bool, MicroBatch]], module: torch.nn.Module
@@ -165,11 +158,24 @@ class ForwardPass:
             self.replay.clear()
         return results[: len(micro_batches)]
 
-    def _micro_batch(
-        self, batch: TensorDict, indices: Sequence[int], multiple: int, context: tuple[int, int]
-    ) -> MicroBatch:
+    def computed_tokens(self, batch: TensorDict, micro_batches: Sequence[Sequence[int]]) -> int:
+        """Tokens that a pass over these micro-batches computes, with padding."""
+        micro = (self._micro_batch(batch, indices, "cpu") for indices in self._scheduled(micro_batches))
+        return sum(each.input_ids.numel() for each in micro)
+
+    def _micro_batch(self, batch: TensorDict, indices: Sequence[int], device: torch.device | str) -> MicroBatch:
+        config = self.stages[0].config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        context = parallel_state.get_context_parallel_rank(), config.context_parallel_size
         routing = [self.routing[index] for index in indices] if len(self.routing) else ()
-        return make_micro_batch(batch, indices, multiple, self.device, self.packed, self.shared, context, routing)
+        return make_micro_batch(batch, indices, multiple, device, self.packed, self.shared, context, routing)
+
+    def _scheduled(self, micro_batches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """The micro-batches, and more of one sample where the schedule or other ranks need them."""
+        scheduled, stages = [*micro_batches], self.stages[0].config.pipeline_model_parallel_size
+        if len(self.stages) > 1:  # this schedule needs a multiple of the pipeline's size
+            scheduled += [micro_batches[0][:1]] * (-len(micro_batches) % stages)
+        return scheduled + [micro_batches[0][:1]] * (self._most(len(scheduled)) - len(scheduled))
 
     def _replay(self, module: torch.nn.Module, micro: MicroBatch, trains: bool) -> None:
         """Sets the experts of the micro-batch that the virtual stage `module` computes next."""

@@ -247,11 +247,20 @@ def _mixture_options(model: ModelShape, megatron: MegatronConfig) -> dict[str, A
         "moe_shared_expert_gate": mixture.shared_width > 0,
         "moe_router_pre_softmax": not mixture.normalised,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
+        **_router_losses(megatron),
         "moe_grouped_gemm": bool(megatron.moe_grouped_gemm),
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
     }
+
+
+def _router_losses(megatron: MegatronConfig) -> dict[str, Any]:
+    """`ExpertBalance` sets the coefficients of every optimizer step."""
+    if not isinstance(megatron, MegatronTrainConfig):
+        return {"moe_router_load_balancing_type": "none"}
+    balanced = "aux_loss" if megatron.moe_aux_loss_coeff else "none"
+    coefficients = {"moe_aux_loss_coeff": megatron.moe_aux_loss_coeff, "moe_z_loss_coeff": megatron.moe_z_loss_coeff}
+    return {"moe_router_load_balancing_type": balanced, **coefficients}
 
 
 def transformer_engine_available() -> bool:

@@ -32,6 +32,7 @@ from roll.distributed.process_groups import join_all_ranks
 from roll.distributed.train.checkpoint import megatron_checkpoint
 from roll.distributed.train.checkpoint.background_save import BackgroundSave
 from roll.distributed.train.checkpoint.frozen_base import Base, frozen_base
+from roll.distributed.train.expert_balance import ExpertBalance
 from roll.distributed.train.host_copies import ALL_STATES, HostCopies, StateKind
 from roll.distributed.train.learning_rate import LearningRate
 from roll.distributed.train.megatron_forward import (
@@ -320,8 +321,12 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.optimizer.zero_grad()
         temperature = data.meta_info.get("temperature", 1.0)
         self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
+        if self.balance is not None:
+            self.balance.begin(lambda: self.forward.computed_tokens(data.batch, micro_batches), self.device)
         rows = self.forward.backward(data.batch, micro_batches, temperature, loss, entropy_gradient)
         metrics = reduce_micro_batches(rows, self.device)
+        if self.balance is not None:
+            metrics |= self.balance.metrics(self.device)
         require_finite("loss", metrics["loss"], self.optimizer_steps)
         rate = self.schedule.at(self.optimizer_steps)
         self.saving.wait()
@@ -404,6 +409,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         self.weights = MegatronWeights(self.stages, self.model, self.model_folder, self.layout, self.adapters)
         self.schedule = LearningRate.of(role.training_args, self.pipeline_config.schedule_steps(role))
         self.optimizer_steps = 0
+        self.balance = None if self.model.mixture is None else ExpertBalance(self.stages, megatron)
         self.saving: BackgroundSave = BackgroundSave(self.device, self.pipeline_config.rpc_timeout_s)
         self._finish_gathers()
 

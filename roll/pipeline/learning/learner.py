@@ -415,7 +415,8 @@ class RLLearner(ActorLearner):
             for plan in training_plans(ready, self._config.critic, critic.platform) * self._config.ppo_epochs:
                 shards = training_shards(data, plan, options)
                 steps.append((await critic.call_shards(TrainWorker.train_step, shards))[0])
-        return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in steps[0]}
+        names = [name for name in steps[0] if not name.startswith("moe/")]
+        return {f"critic/{name}": reduce_steps(name, [step[name] for step in steps]) for name in names}
 
     def _training_data(self, ready: Batch, mask: Tensor) -> Batch:
         """What ranks need: tensors but those of turns, greedy responses and rewards, which only advantages use."""

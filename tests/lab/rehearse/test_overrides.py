@@ -30,7 +30,7 @@ FILES = [*sorted((ROOT / "examples").glob("*/*.yaml")), *(RECIPES / f"{name}.yam
 @cache
 def model(name: str = "") -> str:
     """A folder of its own for every name."""
-    return write_small_config(Path(mkdtemp()), "qwen3_moe" if "A3B" in name else "qwen2")
+    return write_small_config(Path(mkdtemp()), "qwen3_moe" if "A3B" in name or "tiny_moe" in name else "qwen2")
 
 
 def rehearse(config: AnyConfig, steps: int = 2, **sizes: Any) -> Rehearsal:
