@@ -63,13 +63,38 @@ def _train(
         clip = 0.0 if kind == "gradient" else 1.0
         strategy = context.strategy(model, training=training, max_grad_norm=clip, **options)
         data = training_batch(strategy.coordinates.data, context.layout.data, size)
-        context.results[f"steps/{name}/{kind}"] = [strategy.train_step(data) for _ in range(steps)]
+        results = context.results[f"steps/{name}/{kind}"] = [strategy.train_step(data)]
+        if kind == "adam":
+            context.results[f"buffers/{name}"] = _buffers_there_and_back(strategy)
+        results += [strategy.train_step(data) for _ in range(steps - 1)]
         strategy.weights.export_hf(context.folder / name / kind)
         if kind == "adam":
             specs = [(spec.name, spec.shape) for spec in strategy.weights.specs()]
             tensors = [(key, tuple(tensor.shape)) for key, tensor in strategy.weights.full_tensors()]
             context.results[f"same names/{name}"] = specs == tensors
         strategy.shutdown()
+
+
+def _buffers_there_and_back(strategy: Any) -> tuple[int, int, int]:
+    """Moves all states to host memory and back.
+
+    Returns:
+        Bytes of the gradients of dense weights and of experts before, and of both meanwhile.
+    """
+    from roll.distributed.train.host_copies import ALL_STATES
+
+    def sizes() -> tuple[int, int]:
+        both = zip(*((each.buffers, each.expert_parallel_buffers) for each in strategy.wrapped), strict=True)
+        dense, experts = (
+            sum(buffer.grad_data.untyped_storage().nbytes() for buffers in kind for buffer in buffers) for kind in both
+        )
+        return dense, experts
+
+    before = sizes()
+    strategy.offload(ALL_STATES)
+    meanwhile = sum(sizes())
+    strategy.states.load(ALL_STATES)
+    return *before, meanwhile
 
 
 def expected_training(model: torch.nn.Module, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -132,6 +132,17 @@ def test_gradients_and_adam_steps_agree_with_transformers(run, reference, layout
     assert all(rank[f"same names/{name}/{variant}"] for rank in ranks)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_experts_are_not_on_the_device_while_an_engine_has_it(run, layout):
+    """Megatron keeps them in buffers of their own where experts are split otherwise; Adam's next steps agree, above."""
+    ranks, _ = run(layout)
+    for rank in ranks:
+        for name in (key for key in rank if key.startswith("buffers/qwen3_moe/")):
+            dense, experts, meanwhile = rank[name]
+            assert dense > 0 and meanwhile == 0
+            assert bool(experts) == (layout != "ep1"), name
+
+
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in BALANCED for name in BALANCED[layout]])
 def test_losses_of_routers_have_the_gradient_of_their_formulas(run, models, layout, name, tmp_path):
     model = load(models["qwen3_moe"])
