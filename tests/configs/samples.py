@@ -20,6 +20,25 @@ DATA = Path(__file__).parents[1] / "data"
 MODEL = str(DATA / "models" / "qwen2.5-7B")
 """config.json alone: 28 heads, 4 key-value heads, 28 layers."""
 
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""config.json of Qwen3-30B-A3B."""
+
 RECIPES = DATA / "recipes"
 """Recipes with ROLL's keys; a first line `# refused: ...` says what is missing to run one."""
 

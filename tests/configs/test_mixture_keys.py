@@ -15,25 +15,8 @@ from roll.configs.check import check
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.families.hf_config import UnsupportedModel, check_model_config
 from roll.models.families.shape import model_shape
-from tests.configs.samples import rlvr
+from tests.configs.samples import QWEN3_30B, rlvr
 
-QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 OPTIONS = "actor_train.strategy_args.strategy_config"
 SIZES = st.sampled_from([1, 2, 4])
 
