@@ -44,12 +44,15 @@ LAYOUTS = {
     "pp2 x ep2": ParallelLayout(pipeline=2, data=2, expert=2),
 }
 PLAIN = {"micro_batch_size": 3}
+GATHERED = {"megatron": {"moe_token_dispatcher_type": "allgather"}}
 VARIANTS = {
     "ep1": {
         "plain": PLAIN,
         "packed, recompute": {"packed": True, "megatron": {"recompute_granularity": "full"}} | PLAIN,
     },
+    "ep2": {"plain": PLAIN, "gathered": PLAIN | GATHERED},
     "tp2 x ep2": {"plain": PLAIN | {"packed": True}},
+    "tp2 x ep2, split experts": {"plain": PLAIN, "gathered": PLAIN | GATHERED},
 }
 """What is trained at a layout; `plain` at the others."""
 

@@ -54,8 +54,6 @@ def _check_sizes(role: str, worker: MegatronRoleConfig, mixture: Mixture) -> Ite
     if mixture.width % tensor:
         key = "expert_tensor" if options.expert_tensor_parallel_size else "tensor_model"
         yield error(f"{path}.{key}_parallel_size", f"{tensor} does not divide the {mixture.width} columns of an expert")
-    if options.moe_token_dispatcher_type == "allgather" and layout.expert_ranks > layout.tensor:
-        yield error(f"{path}.moe_token_dispatcher_type", "allgather needs equal numbers of tokens; use alltoall")
     if options.context_parallel_size > 1:
         yield error(f"{path}.context_parallel_size", "is not available for a mixture of experts; use 1")
     count, tensor_ranks = len(worker.device_mapping), layout.model_size

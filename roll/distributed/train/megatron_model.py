@@ -30,6 +30,7 @@ from roll.configs.devices.megatron import (
 from roll.models.families.layouts import padded_vocabulary
 from roll.models.families.mixture import ExpertPlace
 from roll.models.families.shape import ModelShape, RotaryConfig
+from roll.models.gathered_tokens import gather_uneven_tokens
 from roll.models.hf_import import rules_of
 from roll.models.operators import RotaryTable, rotary_frequencies
 
@@ -135,6 +136,7 @@ def _build_stage(
     if model.mixture is not None:
         stage.to(torch.cuda.current_device())  # Megatron makes routers on the CPU
         _mark_experts(stage, options.megatron)
+        gather_uneven_tokens(stage)
     return stage
 
 
