@@ -75,7 +75,7 @@ def make_config(vocabulary: int) -> PretrainedConfig:
         head_dim=32,  # type: ignore[call-arg]  # the class takes any key
         max_position_embeddings=1024,
         initializer_range=0.04,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,

@@ -91,9 +91,15 @@ def test_options_of_experts_are_named_where_a_model_is_dense(tmp_path: Path) -> 
     assert any("moe_token_dispatcher_type: has no effect" in warning for warning in found), found
 
 
-def mixture(folder: Path, *overrides: str) -> Any:
+def test_tied_embeddings_are_refused_where_an_engine_has_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        mixture(tmp_path, f"{OPTIONS}.sequence_parallel=true", tied=True)
+    assert any("SGLang does not read" in str(each) for each in error.value.problems), error.value
+
+
+def mixture(folder: Path, *overrides: str, tied: bool = False) -> Any:
     """A run of Qwen3-30B-A3B, trained on 8 devices."""
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(QWEN3_30B))
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(QWEN3_30B | {"tie_word_embeddings": tied}))
     devices = ["actor_train.device_mapping=list(range(0,8))", "actor_infer.device_mapping=list(range(8,12))"]
     return rlvr(folder, f"pretrain={folder / 'model'}", *devices, *overrides)

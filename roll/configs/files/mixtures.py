@@ -25,6 +25,11 @@ def check_experts(config: BaseConfig, role: str, worker: MegatronRoleConfig, sha
         yield from _check_dense(config, role, worker)
     else:
         yield from _check_sizes(role, worker, shape.mixture)
+        if shape.tied and isinstance(config, RLConfig) and worker is config.actor_train:
+            yield error(
+                f"{role}.model_args.model_name_or_path",
+                "tie_word_embeddings: true, which SGLang does not read of a mixture; use a model with a head",
+            )
         yield from _check_replay(config, worker)
 
 
