@@ -28,7 +28,7 @@ from roll.configs.environments import TryEnvironment, check_entries
 from roll.configs.files.folders import check_files
 from roll.configs.files.model_files import check_engine_lengths, check_models, check_tokenizers
 from roll.configs.learning.batch_sizes import check_batch, check_training
-from roll.configs.learning.lora import check_lora, check_lora_model
+from roll.configs.learning.lora import check_adapter_updates, check_lora, check_lora_model
 from roll.configs.learning.rounding import check_mismatch
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
@@ -60,6 +60,7 @@ LEARNING = (
     check_correction,
     check_shaping,
     check_sampling,
+    check_adapter_updates,
 )
 """What is checked of a reinforcement learning run."""
 

@@ -19,6 +19,7 @@ from roll.algorithms.registry import UserOptions
 from roll.base.schema import Condition, needs, one_or_many, option, part
 from roll.configs.arguments import LONGEST_SAMPLING_MASK
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
+from roll.configs.learning.lora import LoraArguments, without_base
 from roll.configs.roles import (
     DEVICE_ROLES,
     ActorInferConfig,
@@ -312,6 +313,12 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
         """Whether they hold memory of these devices in turns, on `platform`, cpu or cuda."""
         wanted = platform == "cuda" if self.is_offload_states is None else self.is_offload_states
         return wanted and self.shares_devices and self.async_generation_ratio == 0
+
+    def adapters(self, platform: str) -> LoraArguments | None:
+        """The adapters that engines get instead of weights."""
+        model, way = self.actor_train.model_args, self.actor_train.lora_update
+        sent = way == "adapter" or (way == "auto" and platform == "cuda" and not without_base(self, platform))
+        return model if sent and model.trains_adapters else None
 
     def keeps_engines(self, platform: str) -> bool:
         """Whether engines keep their memory on GPUs that they share with the trainer."""

@@ -12,6 +12,7 @@ from roll.base.schema import YEAR_S, Condition, ConfigSource, internal, needs, o
 from roll.configs.arguments import ENGINE_RUNS, pipelines
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.devices.system_envs import environment
+from roll.configs.learning.lora import LoraArguments
 from roll.configs.roles import ActorTrainConfig, TrainedRoleConfig
 
 
@@ -244,6 +245,10 @@ class EngineOptions(EngineHealthOptions, AsyncOptions, WorkerOptions):
     def takes_turns(self, platform: str) -> bool:
         """Whether engines and trainer hold memory of the same devices in turns, on `platform`, cpu or cuda."""
         return False
+
+    def adapters(self, platform: str) -> LoraArguments | None:
+        """The adapters that engines on `platform`, cpu or cuda, get instead of weights; None where they get weights."""
+        return None
 
     @property
     def replays_routing(self) -> bool:

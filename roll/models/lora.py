@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -261,6 +261,11 @@ def adapter_norms(adapters: Sequence[Adapters]) -> dict[str, float]:
     return {f"lora/{name}": math.sqrt(float(each)) for name, each in zip(names, (a, b, largest), strict=True)}
 
 
+def matrix_names(layers: Iterable[str]) -> set[str]:
+    """Names of A and B in a PEFT folder, from the names of the weights that they are added to."""
+    return {f"{PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in layers for matrix in "AB"}
+
+
 def first_adapter(seed: Callable[[str], int]) -> Source:
     """A is drawn as peft does, evenly within 1 / sqrt(in), the same at every layout; B is 0, so nothing changes yet."""
 
@@ -282,7 +287,7 @@ def saved_adapter(folder: Path, model: ModelShape, targets: Sequence[str]) -> So
     file = folder / ADAPTER_WEIGHTS
     opened = open_weights(file, "pt")
     layers = [rule.hf[part] for rule, parts in target_rules(model_rules(model), targets) for part in parts]
-    wanted = {f"{PREFIX}{name.removesuffix('.weight')}.lora_{matrix}.weight" for name in layers for matrix in "AB"}
+    wanted = matrix_names(layers)
     for names, problem in ((wanted - {*opened.keys()}, "lacks"), ({*opened.keys()} - wanted, "has beyond lora_target")):
         if names:
             raise UnsupportedModel(f"{file}: {problem} {len(names)} tensors, such as {min(names)}")

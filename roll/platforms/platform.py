@@ -212,6 +212,7 @@ class CpuPlatform(Platform):
             "sleep_on_idle": True,
             "disable_overlap_schedule": True,
             "prefill_decode_interval": PROMPT_INTERVAL,
+            "lora_backend": "torch_native",
         }
 
     def prepare_megatron(self) -> None:

@@ -213,6 +213,7 @@ LORA = (
         "",
         "Norm of what the adapter adds to a weight over the norm of the weight, of the layer where it is largest.",
     ),
+    Metric("lora/adapters_loaded", "", "Versions of adapters that the engine with most of them has (lora_update)."),
 )
 
 CRITIC = (

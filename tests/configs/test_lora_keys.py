@@ -118,3 +118,34 @@ def test_the_plan_counts_gradients_and_optimizer_of_adapters_alone(tmp_path: Pat
     tensor = config.actor_train.layout.tensor
     assert lines["gradients"] == 4 * adapter_parameters(shape, arguments, shape.layers, tensor)
     assert lines["weights"] > lines["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "cpu", "cuda"),
+    [
+        ([], False, True),
+        (["actor_train.lora_update=adapter"], True, True),
+        (["actor_train.lora_update=merged"], False, False),
+        (["actor_infer.strategy_args.strategy_config.load_format=dummy"], False, False),
+        (["actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0,1]", "async_generation_ratio=0"], 0, 0),
+    ],
+)
+def test_engines_get_adapters_where_they_keep_the_weights_below(
+    tmp_path: Path, model: Path, keys: list[str], cpu: bool, cuda: bool
+) -> None:
+    config = load(tmp_path, model, "actor_infer.device_mapping=[16,17]", *keys, **LORA)
+    assert [config.adapters(platform) is not None for platform in ("cpu", "cuda")] == [cpu, cuda]
+
+
+def test_adapters_need_engines_that_load_the_model(tmp_path: Path, model: Path) -> None:
+    keys = ["actor_train.lora_update=adapter", "actor_infer.strategy_args.strategy_config.load_format=dummy"]
+    message = (
+        "actor_train.lora_update: adapter needs engines that load the model, and load_format of actor_infer is dummy"
+    )
+    assert message in problems(tmp_path, model, *keys, **LORA)
+
+
+def test_a_policy_for_running_requests_has_no_effect_on_adapters(tmp_path: Path, model: Path) -> None:
+    keys = ["actor_train.lora_update=adapter", "async_generation_ratio=1", "in_flight_policy=drain"]
+    config = load(tmp_path, model, "actor_infer.device_mapping=[16,17]", *keys, **LORA)
+    assert "drain has no effect: with lora_update adapter a response keeps" in str(config.source.report.warnings)

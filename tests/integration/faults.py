@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from roll.distributed.weights.adapters import AdapterSynchronizer
 from roll.distributed.weights.transport import Transport
 from roll.pipeline.checkpoint import MARKER
 from roll.rollout.source import SampleBatch
@@ -124,14 +125,18 @@ def samples_learned(folder: Path) -> dict[int, list[str]]:
 
 
 def in_next_update(strike: Callable[[], None]) -> None:
-    """Calls `strike` when the next transfer of weights begins."""
-    originals = {cls: cls.transfer for cls in Transport.__subclasses__()}
+    """Calls `strike` when the next transfer of weights, or of adapters, begins."""
+    methods = {cls: "transfer" for cls in Transport.__subclasses__()} | {AdapterSynchronizer: "send"}
+    originals = {cls: getattr(cls, name) for cls, name in methods.items()}
 
-    async def transfer(transport: Transport, checksums: bool) -> Any:
-        for cls, original in originals.items():
-            cls.transfer = original  # type: ignore[method-assign]
-        strike()
-        return await transport.transfer(checksums)
+    def struck(name: str) -> Callable[..., Any]:
+        async def send(owner: Any, *arguments: Any) -> Any:
+            for cls, original in originals.items():
+                setattr(cls, methods[cls], original)
+            strike()
+            return await getattr(owner, name)(*arguments)
 
-    for cls in originals:
-        cls.transfer = transfer  # type: ignore[method-assign]
+        return send
+
+    for cls, name in methods.items():
+        setattr(cls, name, struck(name))

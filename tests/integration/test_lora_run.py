@@ -10,6 +10,8 @@ import pytest
 import torch
 from runs import inputs_in, lines, recipe
 
+from roll.trackers.sample_files import read_samples
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 LORA: dict[str, Any] = {
@@ -80,3 +82,30 @@ def test_both_exports_are_the_same_policy(unbroken, inputs):
         adapted = importlib.import_module("peft").PeftModel.from_pretrained(base, unbroken / "run" / "hf_model")
         assert torch.allclose(adapted(ids).logits, merged, atol=1e-5)
     assert (merged - before).abs().max() > 1e-3
+
+
+def test_adapters_are_sent_while_requests_run_and_every_prompt_is_accounted_for(shared_runs, inputs, tmp_path):
+    """Responses that are longer than a step, at ratio 1; a response has one version, the newest when it started."""
+    keys = {key: value for key, value in LORA.items() if not key.startswith(("save_", "use_kl", "kl_"))}
+    keys |= {"async_generation_ratio": 1, "deterministic": False, "response_length": 40, "max_steps": 6}
+    keys |= {"actor_train__lora_update": "adapter", "actor_infer__strategy_args__strategy_config": {}, "eval_steps": 4}
+    keys |= {"rollout_dump_every": 1}
+    config = recipe(inputs, tmp_path, **keys)
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    steps = [line for line in lines(tmp_path) if line["step"]]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for line in steps:
+        dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
+        kept = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]
+        assert (kept + dropped, dropped) == (line["ledger/submitted"], 0)
+        assert line["ledger/consumed"] == 4 * line["step"]
+        assert line["staleness/max"] <= 1 and line["lora/adapters_loaded"] <= 3
+        assert line["correction/log_prob_diff_max"] < 1e-4 or line["staleness/token_max"]
+        assert line["weight_update/verified"] == 1
+    assert all(line["weight_update/bytes"] == steps[0]["weight_update/bytes"] for line in steps)
+    for line in steps:
+        rows = read_samples(tmp_path / "run" / "samples", line["step"])
+        versions = [set(row["weight_version"]) for row in rows]
+        assert all(len(each) == 1 for each in versions), "a response has one adapter"
+        assert line["staleness/max"] == line["step"] - 1 - min(min(each) for each in versions)

@@ -140,6 +140,18 @@ class FaultyWorker(TrainWorker):
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
     @register()
+    def set_adapters(self, seed: int) -> None:
+        """Sets all adapters to random numbers; with seed 0 every B is 0."""
+        with torch.no_grad():
+            for each in self.train_strategy.adapters:
+                for number, (_, adapter) in enumerate(each.pairs()):
+                    generator = torch.Generator().manual_seed(1000 * seed + number)
+                    adapter.a.copy_(0.05 * torch.randn(adapter.a.shape, generator=generator))
+                    adapter.b.copy_((seed > 0) * 0.05 * torch.randn(adapter.b.shape, generator=generator))
+                    if adapter._owners is not None:  # rows without an adapter stay 0
+                        adapter.b.mul_(adapter._owners.sum(1, keepdim=True))
+
+    @register()
     def set_fault(self, fault: Fault | None) -> None:
         """Damages the following weight updates; None ends that."""
         self.sender.set_fault(fault)

@@ -46,6 +46,9 @@ OWNED = {
     "max_running_requests": "set actor_infer.max_running_requests",
     "weight_version": "versions follow from training",
     "enable_deterministic_inference": "set deterministic",
+    "enable_lora": "set actor_train.model_args.lora_target",
+    "lora_paths": "set actor_train.model_args.adapter_name_or_path",
+    "max_loaded_loras": "adapters are unloaded by their version",
 }
 """Option -> what to write instead; setting these directly would contradict other keys."""
 

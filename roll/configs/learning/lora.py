@@ -19,7 +19,7 @@ from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.families.weights import ALL_LINEAR, is_linear, target_name, target_rules
 
 if TYPE_CHECKING:
-    from roll.configs.pipeline import BaseConfig
+    from roll.configs.pipeline import BaseConfig, RLConfig
 
 LOWEST_USUAL_RATE = 5e-6
 """Smallest learning rate of adapters that is not warned of."""
@@ -94,9 +94,11 @@ class LoraArguments:
 class LoraUpdateArguments:
     """How adapters reach the engines."""
 
-    lora_update: Literal["auto", "merged"] = option(
+    lora_update: Literal["auto", "adapter", "merged"] = option(
         "auto",
-        "`merged`: engines get the weights of the layers in lora_target with the adapters added; `auto` is that.",
+        "`adapter`: engines get the adapters, go on generating, and each request keeps its adapter; `merged`: they get "
+        "the weights of the layers in lora_target with the adapters added. `auto`: adapter on cuda, where engines keep "
+        "the weights that they have loaded; otherwise merged.",
         only_for=needs("model_args", "lora_target is empty", accepts=lambda model: model.trains_adapters),
     )
 
@@ -112,9 +114,29 @@ def base_is_reference(config: Any) -> bool:
     )
 
 
+def without_base(config: RLConfig, platform: str) -> str:
+    """Why engines do not have the weights below the adapters by themselves; empty where they do."""
+    if config.actor_infer.strategy_args.strategy_config.get("load_format") == "dummy":
+        return "load_format of actor_infer is dummy"
+    names = (role.model_args.model_name_or_path or "" for role in (config.actor_train, config.actor_infer))
+    if len({local_model(name).resolve() for name in names}) > 1:
+        return "actor_infer has another model than actor_train"
+    return "actor_infer discards its weights in turns with actor_train" if config.takes_turns(platform) else ""
+
+
 def linear_names(shape: ModelShape) -> list[str]:
     """Values of `lora_target` for a model."""
     return [target_name(name) for rule in shape.family.layer if is_linear(rule) for name in rule.hf]
+
+
+def adapter_arguments(model: LoraArguments, shape: ModelShape, ahead: int) -> dict[str, Any]:
+    """SGLang's options for adapters of `ahead` + 1 versions, and of requests without one, in one batch."""
+    return {
+        "enable_lora": True,
+        "max_lora_rank": model.lora_rank,
+        "lora_target_modules": linear_names(shape) if model.lora_target == [ALL_LINEAR] else model.lora_target,
+        "max_loras_per_batch": 2 + ahead,
+    }
 
 
 def adapter_parameters(shape: ModelShape, arguments: LoraArguments, layers: int, tensor: int = 1) -> int:
@@ -209,6 +231,18 @@ def _check_reference(config: Any) -> Iterator[Finding]:
     if base_is_reference(config) and (named := config.reference.model_args.model_name_or_path) not in (None, own):
         message = f"is empty, but {named} is not {own}, the model below the adapters; set its devices"
         yield error("reference.device_mapping", message)
+
+
+def check_adapter_updates(config: RLConfig) -> Iterator[Finding]:
+    """Engines that get adapters have the weights below them; no policy says what requests do, since they go on."""
+    platform = "cpu" if config.platform == "cpu" else "cuda"
+    if config.adapters(platform) is None:
+        return
+    if why := without_base(config, platform):
+        yield error("actor_train.lora_update", f"adapter needs engines that load the model, and {why}; use merged")
+    if "in_flight_policy" in config.source.given:
+        message = f"{config.in_flight_policy} has no effect: with lora_update adapter a response keeps its adapter"
+        yield warning("in_flight_policy", message)
 
 
 def check_lora_model(config: BaseConfig) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from roll.base.events import EventLog
 from roll.configs.asynchronous import versions_ahead
+from roll.configs.roles import ActorInferConfig
 from roll.distributed.calls.remote_errors import PROCESS_DIED, ClusterError
 from roll.distributed.infer.engine_node import EngineNode, FurtherNodes
 from roll.distributed.infer.sglang_engine import (
@@ -25,6 +26,7 @@ from roll.distributed.infer.sglang_engine import (
 from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.infer.weight_receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.processes import gc_freeze, pin
+from roll.distributed.weights.engine_adapters import EngineAdapters
 from roll.distributed.worker import SYNC, P, ResultT, StrategyMethod, Worker, WorkerRank, register
 from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from roll.configs.roles import EngineRoleConfig
     from roll.configs.run_options import EngineOptions
     from roll.distributed.calls.remote_call import ClusterClient
+    from roll.distributed.train.weight_sender import StageAdapters
 
 PROBE_TOKEN = 1
 """Prompt of the request that checks a started engine; any token id would do."""
@@ -68,6 +71,7 @@ class InferWorker(Worker):
     def __init__(self, rank: WorkerRank, config: EngineRoleConfig, pipeline_config: EngineOptions) -> None:
         super().__init__(rank, config, pipeline_config)
         self.receiver = WeightReceiver(rank, config, pipeline_config, lambda: self.engine)
+        self.adapters: EngineAdapters | None = None
         self._engine: Engine | None = None
         self._generation: Generation | None = None
         self._further_nodes: FurtherNodes | None = None
@@ -120,6 +124,11 @@ class InferWorker(Worker):
             await self._start_and_probe(self._engine, until)
         if self.config.strategy_args.strategy_config.get("load_format") == "dummy":
             self.receiver.stale_weights = "it started on dummy weights and received no weight update yet"
+        options = self.pipeline_config
+        if isinstance(self.config, ActorInferConfig) and options.adapters(self.rank.platform) is not None:
+            self.receiver.stale_weights = "it has no adapter yet"
+            self.adapters = EngineAdapters(self._engine, options.async_generation_ratio, options.sync_timeout_s)
+            self.generation.adapters = self.adapters
         gc_freeze()
         await self._engine.manager.freeze_gc()  # in the scheduler's processes too
 
@@ -194,6 +203,9 @@ class InferWorker(Worker):
         await self.receiver.abort_update()
         await self.resume()
         await self.flush_cache()
+        if self.adapters is not None:
+            self.adapters.newest = None
+            await self.adapters.unload(lambda version: True)
         await self.receiver.leave_broadcast_groups()
 
     @register()
@@ -273,6 +285,27 @@ class InferWorker(Worker):
     checksums = InferMethod(lambda worker: worker.receiver.checksums, SYNC)
     commit_update = InferMethod(lambda worker: worker.receiver.commit_update, SYNC)
     abort_update = InferMethod(lambda worker: worker.receiver.abort_update, SYNC)
+
+    @register(deadline="sync_timeout_s")
+    async def load_adapter(self, version: int, stages: list[StageAdapters]) -> int:
+        """Loads adapters, which requests that start later get, while others generate; how many versions are loaded.
+
+        Raises:
+            EngineError: they arrived damaged, or SGLang does not load them or compute with them. The engine serves the
+                version before.
+        """
+        if self.adapters is None:
+            raise EngineError(f"{self.rank.name}: was not started for adapters")
+        adapter = await self.adapters.load(version, stages)
+        request = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
+        answer = await self.generation.try_adapter(request, adapter)
+        if answer.error is not None:
+            await self.adapters.unload(lambda loaded: loaded == version)
+            raise EngineError(f"{self.rank.name}: generates nothing with adapter version {version}: {answer.error}")
+        self.adapters.newest = adapter
+        self.receiver.serve(version)
+        await self.adapters.unload_old()
+        return len(self.adapters.versions)
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:

@@ -19,9 +19,11 @@ import psutil
 
 from roll.base.errors import RunError
 from roll.configs.arguments import TORCH_DTYPES
+from roll.configs.asynchronous import versions_ahead
 from roll.configs.devices.system_envs import compiler_problem
+from roll.configs.learning.lora import adapter_arguments
 from roll.configs.pipeline import role_seed
-from roll.configs.roles import EngineRoleConfig
+from roll.configs.roles import ActorInferConfig, EngineRoleConfig
 from roll.configs.run_options import EngineOptions, WorkerOptions
 from roll.configs.scoring.scoring_roles import JudgeConfig, RewardEngineConfig, ScoringEngineConfig
 from roll.distributed.core_pinning import read_topology
@@ -336,6 +338,9 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: EngineOpti
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
     environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
+    if isinstance(config, ActorInferConfig) and (model := pipeline.adapters(platform.name)) is not None:
+        shape, ahead = known_model_shape(arguments["model_path"]), versions_ahead(pipeline.async_generation_ratio)
+        arguments = adapter_arguments(model, shape, ahead) | arguments
     if pipeline.replays_routing and rank.role == "actor_infer":
         arguments["enable_return_routed_experts"] = True
     if isinstance(config, RewardEngineConfig):

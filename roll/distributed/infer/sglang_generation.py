@@ -19,6 +19,7 @@ from roll.datasets.stop_strings import tokens_until_stop
 from roll.distributed.infer.sglang_engine import Engine, EngineError
 from roll.distributed.infer.sglang_requests import RequestSender
 from roll.distributed.infer.sglang_stops import stop_decoder
+from roll.distributed.weights.engine_adapters import EngineAdapters, LoadedAdapter
 from roll.rollout.request_order import RequestOrder
 from roll.rollout.types import GenerateRequest, GenerateResult, Routing
 
@@ -88,6 +89,8 @@ class Generation:
         self._interrupted: set[str] = set()
         self._names = itertools.count()
         self._decode: Callable[[Sequence[int]], str] | None = None
+        self.adapters: EngineAdapters | None = None
+        """Each request gets the newest of these when it starts, and keeps it; None: requests get none."""
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order; a request that failed or expired is returned with `error` set.
@@ -103,6 +106,11 @@ class Generation:
             return list(await asyncio.gather(*map(self._answer_when_free, requests)))
         async with self._one_call:
             return await self._generate_deterministic(requests)
+
+    async def try_adapter(self, request: GenerateRequest, adapter: LoadedAdapter) -> GenerateResult:
+        """The response to one request with an adapter that other requests do not get yet."""
+        result, _ = await self._attempt(request, self._name(), self._timeout_s, adapter)
+        return result
 
     async def pause(self, mode: InFlightPolicy) -> None:
         """Stops generation until `resume`; requests that arrive meanwhile wait.
@@ -234,12 +242,15 @@ class Generation:
         """The whole response, joined from the parts that pauses interrupted."""
         sampled: GenerateResult | None = None
         left_s = self._timeout_s
+        adapter = None
         while True:
             while not self._not_paused.is_set():
                 await self._not_paused.wait()
+            if adapter is None and self.adapters is not None:
+                adapter = self.adapters.newest
             start = self._seconds()
             rest = request if sampled is None else _rest(request, sampled)
-            part, interrupted = await self._attempt(rest, name, left_s)
+            part, interrupted = await self._attempt(rest, name, left_s, adapter)
             sampled = part if sampled is None else joined(sampled, part)
             end = self._end(request, sampled) if interrupted or sampled.finish_reason != "abort" else None
             if end is not None:  # SGLang sees no stop string that began before a pause, or that ends right at it
@@ -248,10 +259,20 @@ class Generation:
                 return sampled
             name, left_s = self._name(), left_s - (self._seconds() - start)
 
-    async def _attempt(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
+    async def _attempt(
+        self, request: GenerateRequest, name: str, timeout_s: float, adapter: LoadedAdapter | None = None
+    ) -> tuple[GenerateResult, bool]:
         """The result of one submission to the engine, and whether a pause interrupted it."""
+        result, interrupted = await self._sampled(request, name, timeout_s, adapter)
+        if adapter is not None:  # SGLang has the version of the weights below
+            result = replace(result, versions=[adapter.version] * len(result.response_ids))
+        return result, interrupted
+
+    async def _sampled(
+        self, request: GenerateRequest, name: str, timeout_s: float, adapter: LoadedAdapter | None
+    ) -> tuple[GenerateResult, bool]:
         try:
-            reply = self._running[name] = self._sender.send(request, name, f"version {self._version()}")
+            reply = self._running[name] = self._send(request, name, adapter)
         except ValueError as refusal:  # one request is refused, such as a prompt longer than the engine's context
             return to_result(request, None, str(refusal)), False
         until = self._seconds() + timeout_s
@@ -273,6 +294,16 @@ class Generation:
             reply.cancel()
             del self._running[name]
             self._interrupted.discard(name)
+
+    def _send(
+        self, request: GenerateRequest, name: str, adapter: LoadedAdapter | None
+    ) -> asyncio.Future[dict[str, Any]]:
+        """Starts a request; a ValueError says why it is not possible."""
+        if self.adapters is None:
+            return self._sender.send(request, name, f"version {self._version()}")
+        if adapter is None:
+            raise ValueError("no adapter is loaded, and the weights without one are not the policy")
+        return self._sender.send(request, name, f"version {adapter.version}", self.adapters.use(adapter, name))
 
     def _end(self, request: GenerateRequest, sampled: GenerateResult) -> int | None:
         """Tokens of a response up to the end of its first stop string."""

@@ -62,13 +62,16 @@ class RequestSender:
         self._watcher: asyncio.Task[None] | None = None
         self._parameters: dict[SamplingParams, Any] = {}
 
-    def send(self, request: GenerateRequest, name: str, cache_key: str) -> asyncio.Future[dict[str, Any]]:
+    def send(
+        self, request: GenerateRequest, name: str, cache_key: str, lora_id: str | None = None
+    ) -> asyncio.Future[dict[str, Any]]:
         """SGLang's answer to `request`; cancelling the future aborts the request.
 
         Args:
             request: a prompt and how to sample its response.
             name: of the request; no other one in the engine has it.
             cache_key: requests share cached prefixes only with those of the same key.
+            lora_id: of a loaded adapter; None: the weights alone.
 
         Raises:
             ValueError: the prompt does not fit into the context of the engine, or a sampling parameter is not possible.
@@ -110,6 +113,7 @@ class RequestSender:
             routed_experts_start_len=request.routed,
             stream=False,
             extra_key=cache_key,
+            lora_id=lora_id,
             time_stats=times,
         )
         self._open.add(future)

@@ -217,6 +217,10 @@ class WeightReceiver:
         self.stale_weights, self._update_begun = "", False
         self._updated.set()
 
+    def serve(self, version: int) -> None:
+        """The engine serves this version from now on, which needed no session."""
+        self.version, self.stale_weights = version, ""
+
     async def abort_update(self) -> None:
         """Ends an update that will not be retried: an engine with stale weights refuses waiting requests."""
         self._update_begun = False

@@ -23,9 +23,9 @@ from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
 from roll.models.families.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll.models.families.shape import ModelShape
-from roll.models.families.weights import WeightRule, model_rules
+from roll.models.families.weights import WeightRule, model_rules, target_rules
 from roll.models.hf_import import rules_of
-from roll.models.lora import Adapter, Adapters
+from roll.models.lora import Adapter, Adapters, matrix_names
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -156,8 +156,9 @@ class MegatronWeights:
             assert tensor is not None
             yield name, tensor
 
-    def adapter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapters' tensors by their names in a PEFT folder, on every rank; collective as `full_tensors`."""
+    def adapter_tensors(self, receivers: Collection[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The adapters' tensors by their names in a PEFT folder, on these ranks or all; collective as `gathered`."""
+        receivers = range(self._layout.world_size) if receivers is None else receivers
         weights = [
             StageWeight(parameter, (rule,), each.ranks, each.group)
             for each in self._weights
@@ -165,10 +166,28 @@ class MegatronWeights:
             for rule, parameter in each.adapter.weights
         ]
         targets = {name for adapter in self._adapters.values() for name in adapter.targets}
-        for name, tensor in self._gather(weights, range(self._layout.world_size)):
-            assert tensor is not None
-            if name in targets:
+        for name, tensor in self._gather(weights, receivers):
+            if tensor is not None and name in targets:
                 yield name, tensor
+
+    def absent_adapters(self) -> dict[str, torch.Tensor]:
+        """Adapters of zeros, of tensors without one that engines compute at once with tensors that have one."""
+        zeros = {}
+        for each in self._weights:
+            if each.adapter is None:
+                continue
+            (a, down), (b, up) = each.adapter.weights
+            narrow = a.layout.hf_shapes(down.shape, each.tensor_ranks, self._model)[0]
+            for name, shape in zip(b.hf, b.layout.hf_shapes(up.shape, each.tensor_ranks, self._model), strict=True):
+                if name not in each.adapter.targets:
+                    zeros[name] = torch.zeros(shape, dtype=up.dtype)
+                    zeros[name.replace(".lora_B.", ".lora_A.")] = torch.zeros(narrow, dtype=down.dtype)
+        return zeros
+
+    def names_of_adapters(self, targets: Sequence[str]) -> frozenset[str]:
+        """Names of the adapters of all stages, those of `absent_adapters` among them."""
+        rules = target_rules(model_rules(self._model), targets)
+        return frozenset(matrix_names(name for rule, _ in rules for name in rule.hf))
 
     def gathered(
         self, receivers: Collection[int], without: Collection[str] = ()

@@ -109,6 +109,7 @@ class TrainWorker(Worker):
     begin_checkpoint = TrainMethod(lambda worker: worker.train_strategy.begin_checkpoint)
     checkpoint_written = TrainMethod(lambda worker: worker.train_strategy.saving.seconds_waited)
     load_checkpoint = TrainMethod(lambda worker: worker.train_strategy.load_checkpoint)
+    pack_adapters = TrainMethod(lambda worker: worker.sender.pack_adapters, SYNC)
     describe_weights = TrainMethod(lambda worker: worker.sender.describe_weights, SYNC)
     hold_broadcast_port = TrainMethod(lambda worker: worker.sender.hold_broadcast_port, SYNC)
     join_broadcast_group = TrainMethod(lambda worker: worker.sender.join_broadcast_group, SYNC)

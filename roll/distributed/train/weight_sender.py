@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
+from roll.configs.learning.lora import LoraArguments, peft_config
 from roll.distributed.infer.sglang_checksums import EngineChecksums, engine_places
 from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.weights.plan import Bucket, WeightSpec
@@ -59,6 +62,27 @@ class SendResult:
     num_bytes: int
     checksums: dict[str, str] = field(default_factory=dict)
     handles: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageAdapters:
+    """The adapters of one stage.
+
+    Attributes:
+        stage: number of it.
+        data: A and B by their names in a PEFT folder, in the format of safetensors.
+        checksum: SHA-256 of `data`.
+        own: names of what it has.
+        names: of the whole model's adapters.
+        config: the adapter_config.json of the whole model's adapters.
+    """
+
+    stage: int
+    data: bytes
+    checksum: str
+    own: frozenset[str]
+    names: frozenset[str]
+    config: dict[str, Any]
 
 
 class StageWeights(Generic[T]):
@@ -108,6 +132,7 @@ class WeightSender:
     def __init__(self, rank: WorkerRank, strategy: MegatronTrainStrategy, timeout_s: float) -> None:
         """A device may take `timeout_s` for what was sent from it."""
         self.rank, self.weights, self._states = rank, strategy.weights, strategy.states
+        self._strategy = strategy
         self._timeout_s = timeout_s
         self._group: dist.ProcessGroup | None = None
         self._port: int | None = None
@@ -142,6 +167,27 @@ class WeightSender:
             changed = {parameter for name, parameter in parameters.items() if name not in frozen}
             held = frozenset(parameters.values()) - changed
         return StageSource(self.stage, specs, self.rank.address, self.weights.names_of_model(), frozen, held)
+
+    def pack_adapters(self) -> StageAdapters | None:
+        """The adapters of this stage, on its source rank; None elsewhere.
+
+        Raises:
+            SendError: none are trained.
+        """
+        model = self._strategy.worker_config.model_args
+        if not isinstance(model, LoraArguments) or not model.trains_adapters:
+            raise SendError(f"{self.rank.name} trains no adapters")
+        if not self.takes_part:
+            return None
+        self._states.require("parameters")
+        gathered = self.weights.adapter_tensors([self.weights.source])
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
+        if not self.is_source:
+            return None
+        tensors |= self.weights.absent_adapters()
+        data, names = save(tensors), self.weights.names_of_adapters(model.lora_target)
+        config = peft_config(model, {name.split(".")[-3] for name in names}, str(self.weights.folder))
+        return StageAdapters(self.stage, data, sha256(data).hexdigest(), frozenset(tensors), names, config)
 
     def _unsent(self, buckets: Sequence[Bucket]) -> frozenset[str]:
         """Names of frozen weights that the plan leaves out, since the engines have them."""

@@ -19,5 +19,6 @@ One weight update, in order:
 7. `roll/distributed/infer/sglang_checksums.py`: the checksums that the sender expects an engine to report; the
    synchronizer compares both before it commits.
 
+`adapters.py` sends adapters of low rank instead: step 2 has no session then, and `engine_adapters.py` loads them.
 `report.py` has what an update returns to the training loop.
 """

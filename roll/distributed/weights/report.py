@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Transfer:
-    """What was sent: bytes, checksums by the engine's parameter names where they were requested, and the time."""
+    """What was sent: bytes, checksums by the engine's parameter names where they were requested, the time, metrics."""
 
     bytes: int
     checksums: dict[str, str]
     seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class UpdateReport:
         verified: whether names and checksums were compared.
         attempts: 1 when nothing failed.
         failures: failed attempts of all weight updates so far.
-        engines: `faults/...` of the engines.
+        engines: `faults/...` of the engines, and what else they say of the update.
     """
 
     version: int

@@ -68,6 +68,7 @@ class WeightSynchronizer:
 
     Attributes:
         stale_weights: whether the engines hold weights of no version.
+        verifies_all: whether every update is verified.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class WeightSynchronizer:
         self._transport = (transport or choose_transport(train, infer, config.weight_transport))(
             train, infer, config.sync_timeout_s, config.model_update_buffer_size_mb * MEGABYTE
         )
+        self.verifies_all = config.verify_weights == "always"
         self._to_verify = 1 if devices is None else 2
         """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
         which is the first to engines that have discarded their weights."""
@@ -140,7 +142,7 @@ class WeightSynchronizer:
         while True:
             engines = await self._running_engines()
             restarted = not {*engines}.isdisjoint(self._monitor.started)
-            verify = restarted or self._to_verify > 0 or self._config.verify_weights == "always"
+            verify = self.verifies_all or restarted or self._to_verify > 0
             try:
                 with self._monitor.updating() as died:
                     pause_seconds, sent = await self._attempt(version, verify, engines)
@@ -170,7 +172,7 @@ class WeightSynchronizer:
                     verify,
                     len(causes) + 1,
                     self._failures,
-                    self._monitor.metrics(),
+                    self._monitor.metrics() | sent.metrics,
                 )
         abort = partial(self._infer.call, self._transport.engines, InferWorker.abort_update)
         await self._clean_up("abort", abort, causes)

@@ -18,6 +18,7 @@ from roll.datasets.tokenizer import load_tokenizer
 from roll.distributed.calls.remote_actor import RemoteActor
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
+from roll.distributed.weights.adapters import AdapterSynchronizer
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.distributed.weights.transport import TRANSPORTS
 from roll.pipeline.bottleneck_report import Split
@@ -94,7 +95,8 @@ class RLPipeline(ABC, Generic[ConfigT]):
         monitors = await self._watch_engines(session)
         monitor = monitors.pop("actor_infer")
         failures = [session.watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
-        synchronizer = WeightSynchronizer(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
+        way = WeightSynchronizer if config.adapters(actor.platform) is None else AdapterSynchronizer
+        synchronizer = way(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
         await synchronizer.setup()
         extensions = load_extensions(config)
         reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))

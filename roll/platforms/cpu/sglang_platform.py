@@ -53,6 +53,28 @@ def _allocate_plain_memory() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+class _UnpinnedTorch:
+    """torch, whose factories ignore `pin_memory`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.tensor(*arguments, **options)
+
+    def zeros(self, *arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.zeros(*arguments, **options)
+
+
+def _use_plain_memory_for_adapters() -> None:
+    """Lets adapters be in memory that is not pinned, which torch refuses where there is no accelerator."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = _UnpinnedTorch()
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
 class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typed
     """The `cpu` device for SGLang. All engines of a node share its main memory."""
 
@@ -79,6 +101,7 @@ class SglangCpuPlatform(SRTPlatform):  # type: ignore[misc]  # SGLang is not typ
         sglang_sampling.use_sampling_seeds()
         _accept_shared_memory_handles()
         _allocate_plain_memory()
+        _use_plain_memory_for_adapters()
         choice = os.environ.get(ATTENTION_VARIABLE, ATTENTION_CHOICES[0])
         if choice not in ATTENTION_CHOICES:
             raise ValueError(f"{ATTENTION_VARIABLE}={choice!r}: use one of {', '.join(ATTENTION_CHOICES)}")

@@ -193,7 +193,9 @@ class InParts(Generation):
         self._decode = lambda ids: "".join(map(chr, ids))
         self.parts, self.rests = list(parts), list[GenerateRequest]()
 
-    async def _attempt(self, request: GenerateRequest, name: str, timeout_s: float) -> tuple[GenerateResult, bool]:
+    async def _attempt(
+        self, request: GenerateRequest, name: str, timeout_s: float, adapter: Any = None
+    ) -> tuple[GenerateResult, bool]:
         self.rests.append(request)
         ids, number = [*map(ord, self.parts.pop(0))], len(self.rests)
         log_probs = [-float(number)] * len(ids)
