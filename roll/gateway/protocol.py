@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from roll.base.json_values import read_json
+
 MODEL = "policy"
 """The model that the gateway serves."""
 
@@ -29,10 +31,6 @@ NEUTRAL: dict[str, float | None] = {
 
 CONSTRAINED = "constrained decoding would sample from another policy than the one trained; leave it out"
 NOT_SERVED = "not served here; use /v1/chat/completions with text"
-
-
-MAX_NESTING = 64
-"""Most levels of a JSON value; a model that repeats brackets writes more."""
 
 
 class RequestError(Exception):
@@ -79,30 +77,6 @@ class ChatRequest:
     stream: bool = False
     usage: bool = False
     ignored: Mapping[str, str] = field(default_factory=dict)
-
-
-def read_json(text: str | bytes) -> Any:
-    """A JSON value of at most `MAX_NESTING` levels, whose texts can be encoded.
-
-    Raises:
-        ValueError: the text is no such value.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"values are nested in more than {MAX_NESTING} levels") from None
-    _check_json(value, MAX_NESTING)
-    return value
-
-
-def _check_json(value: Any, levels: int) -> None:
-    if isinstance(value, str):
-        value.encode()  # a half of a surrogate pair is a UnicodeEncodeError, which is a ValueError
-    elif isinstance(value, dict | list):
-        if not levels:
-            raise ValueError(f"values are nested in more than {MAX_NESTING} levels")
-        for item in (*value, *value.values()) if isinstance(value, dict) else value:
-            _check_json(item, levels - 1)
 
 
 def read_request(body: Any) -> ChatRequest:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from roll.gateway.protocol import NOT_SERVED, ChatRequest, Completions, RequestError, models, read_json, read_request
+from roll.base.json_values import read_json
+from roll.gateway.protocol import NOT_SERVED, ChatRequest, Completions, RequestError, models, read_request
 from roll.gateway.session import AgentSession, Dialogue
 from roll.rollout.agents.sessions import GatewayDiedError, SessionAddress, SessionEnd, SessionSpec
 from roll.rollout.types import GenerateRequest, GenerateResult

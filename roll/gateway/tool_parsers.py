@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.gateway.protocol import read_json
+from roll.envs.tools.calls import ToolCall, ToolError, find_calls, read_call
 
 HERMES, LLAMA3_JSON = "hermes", "llama3_json"
 
@@ -30,44 +29,30 @@ ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], ParsedText]
 ReasoningParser = Callable[[str], tuple[str | None, str]]
 """From the text of an answer to its thoughts, None without any, and the rest."""
 
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
 
 def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
     """Calls as JSON between <tool_call> and </tool_call>: Hermes, Qwen."""
-    found = [(match, _call(match[1], "arguments")) for match in TOOL_CALL.finditer(text)]
-    calls = [(match, call) for match, call in found if call is not None]
-    for match, _ in reversed(calls):
-        text = text[: match.start()] + text[match.end() :]
-    return ParsedText(text.strip() if calls else text, tuple(call for _, call in calls))
+    calls = [(place, call) for place, call in find_calls(text) if isinstance(call, ToolCall)]
+    for place, _ in reversed(calls):
+        text = text[: place.start] + text[place.stop :]
+    return ParsedText(text.strip() if calls else text, tuple((call.name, call.arguments) for _, call in calls))
 
 
 def llama3_json(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedText:
     """A text that is one JSON object with `name` and `parameters`, or several with ; between them: Llama 3."""
     given = text.strip().removeprefix("<|python_tag|>").strip()
-    decoder, calls, at = json.JSONDecoder(), [], 0
+    decoder, calls, at = json.JSONDecoder(), list[tuple[str, Any]](), 0
     while at < len(given):
         try:
             _, end = decoder.raw_decode(given, at)
         except (ValueError, RecursionError):
             return ParsedText(text)
-        call = _call(given[at:end], "parameters")
-        if call is None:
+        call = read_call(given[at:end], "parameters")
+        if isinstance(call, ToolError):
             return ParsedText(text)
-        calls.append(call)
+        calls.append((call.name, call.arguments))
         at = end + len(given[end:]) - len(given[end:].lstrip("; \n"))
     return ParsedText("", tuple(calls)) if calls else ParsedText(text)
-
-
-def _call(text: str, key: str) -> tuple[str, Any] | None:
-    try:
-        value = read_json(text)
-    except ValueError:
-        return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get(key, value.get("arguments", {}))
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {HERMES: hermes, LLAMA3_JSON: llama3_json}

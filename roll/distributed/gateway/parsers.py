@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll.base.errors import RunError
+from roll.base.json_values import read_json
 from roll.base.text import nearest
-from roll.gateway.protocol import read_json
 from roll.gateway.tool_parsers import (
     HERMES,
     LLAMA3_JSON,

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from roll.base.json_values import read_json
+
 CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 THOUGHTS_END = "</think>"
@@ -46,20 +48,26 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
-def read_calls(text: str) -> Iterator[ToolCall | ToolError]:
-    """The calls in a model's text, in order; an error for one that cannot be read."""
-    for content, closing in CALL.findall(text.rpartition(THOUGHTS_END)[2]):
-        try:
-            call = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            yield ToolError(f"the call is no JSON: {error}" if closing else "the call has no </tool_call>")
-            continue
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            yield ToolError('the call has no name; write {"name": ..., "arguments": {...}}')
-        elif not isinstance(call.get("arguments", {}), dict):
-            yield ToolError(f"the arguments of {call['name']} are no object; write {{...}}")
-        else:
-            yield ToolCall(call["name"], call.get("arguments", {}))
+def find_calls(text: str) -> Iterator[tuple[slice, ToolCall | ToolError]]:
+    """The calls in a model's text and their places, in order; an error for one that cannot be read."""
+    for found in CALL.finditer(text, text.rfind(THOUGHTS_END) + 1):
+        call = read_call(found[1], "arguments")
+        unclosed = isinstance(call, ToolError) and not found[2]
+        yield slice(*found.span()), ToolError("the call has no </tool_call>") if unclosed else call
+
+
+def read_call(text: str, key: str) -> ToolCall | ToolError:
+    """The call that a JSON object describes, with its arguments under `key`."""
+    try:
+        call = read_json(text)
+    except ValueError as error:
+        return ToolError(f"the call is no JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolError(f'the call has no name; write {{"name": ..., "{key}": {{...}}}}')
+    arguments = call.get(key, call.get("arguments", {}))
+    if not isinstance(arguments, dict):
+        return ToolError(f"the {key} of {call['name']} are no object; write {{...}}")
+    return ToolCall(call["name"], arguments)
 
 
 def tools_text(schemas: Iterable[dict[str, Any]]) -> str:

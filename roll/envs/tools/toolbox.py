@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from roll.base.errors import ConfigError, Problem
 from roll.base.schema import SECTION, declared, option
 from roll.envs.options import choices, read_config
-from roll.envs.tools.calls import ToolCall, ToolError, read_calls, response_message, tools_text
+from roll.envs.tools.calls import ToolCall, ToolError, find_calls, response_message, tools_text
 from roll.envs.tools.mcp_tool import McpOptions, McpTool
 from roll.envs.tools.python_tool import PythonOptions, PythonTool
 from roll.envs.tools.search_tool import SearchOptions, SearchTool
@@ -100,7 +100,7 @@ class Toolbox:
 
     def answer(self, text: str) -> ToolResults | None:
         """The results of the calls in a model's text, in order; None if it has none."""
-        calls = list(read_calls(text))
+        calls = [call for _, call in find_calls(text)]
         if not calls:
             return None
         answers = [self._answer(call) for call in calls[:MOST_CALLS]]
