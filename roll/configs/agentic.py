@@ -137,8 +137,13 @@ class AgenticConfig(TurnOptions, RatioOptions, RLConfig):
 
     @property
     def samples_per_batch(self) -> int:
-        """Number of samples of one step; with `sample_by: step` the maximum."""
-        return self.rollout_batch_size * (self.turns if self.sample_by == "step" else 1)
+        """Number of samples of one step; with `sample_by: step` the maximum, with agents an estimate."""
+        return self.rollout_batch_size * (self.turns if self.sample_by == "step" else self.branches)
+
+    @property
+    def branches(self) -> int:
+        """Samples of one training trajectory where it is not divided into turns."""
+        return max((self.custom_envs[tag].branches for tag in self.tags_of(self.train_env_manager)), default=1)
 
     @property
     def requests_per_engine(self) -> int:
@@ -280,4 +285,10 @@ def _check_learning_rate(config: AgenticConfig) -> Iterator[Finding]:
             "actor_train.training_args.lr_scheduler_type",
             f"{kind} is computed for the largest possible number of turns; trajectories that end early leave it "
             "unfinished",
+        )
+    elif config.branches > 1 and kind != "constant":
+        yield warning(
+            "actor_train.training_args.lr_scheduler_type",
+            f"{kind} is computed for {config.branches} branches of each session; with fewer it stays unfinished, with "
+            "more it ends early",
         )

@@ -226,6 +226,14 @@ class CustomEnvConfig:
         usual=(1, 1e5),
         only_for=OF_AGENTS,
     )
+    branches: int = option(
+        1,
+        "Branches of one session of an agent, a sample each, which batch sizes and the learning-rate schedule count; a "
+        "session may have more or fewer.",
+        ge=1,
+        usual=(1, 1000),
+        only_for=OF_AGENTS,
+    )
     max_steps: int | None = option(
         None,
         "Actions of one trajectory; default: env_config.max_steps, or max_actions_per_traj.",

@@ -13,6 +13,7 @@ from typing import Any
 
 from roll.agents.agent import Result
 from roll.base.errors import Report
+from roll.base.text import format_count
 from roll.configs.agentic import AgenticConfig
 from roll.configs.environments import MAX_REQUESTS
 from roll.configs.user_code import NOTICE_S
@@ -42,23 +43,28 @@ ANY_LENGTH = 2**40
 
 
 class Script:
-    """A policy without a model, whose tokens are characters: calls the first tool once, if it is to, then says a text.
+    """A policy without a model, whose tokens are characters: calls each tool once, then says a text.
 
     It encodes messages as well: as the text in them, with the names of the tools where the model's template shows any.
     """
 
-    def __init__(self, calls_tool: bool, text: str = TEXT, shows_tools: bool = True) -> None:
-        self._calls_tool, self._text, self._tools = calls_tool, text, list[Mapping[str, Any]]()
-        self._shows_tools = shows_tools
+    def __init__(self, most_calls: int, text: str = TEXT, shows_tools: bool = True) -> None:
+        self._most_calls, self._text, self._shows_tools = most_calls, text, shows_tools
+        self._tools: Sequence[Mapping[str, Any]] = ()
+        """Of the current request."""
+        self._started: Sequence[Any] = ()
+        self.called: list[str] = []
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The ids of the first messages."""
-        self._tools = list(tools) or self._tools
+        """The ids of the first messages; a session asks for those without tools, too, to compare them."""
         names = [{"content": tool["function"]["name"]} for tool in tools if self._shows_tools]
-        return self.follow(0, [*names, *messages])
+        shown = tools if tools or messages is not self._started else self._tools
+        self._started = messages
+        return self.follow(0, [*names, *messages], shown)
 
     def follow(self, last: int, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
         """The ids of later messages."""
+        self._tools = tools
         texts = (str(message.get("content") or json.dumps(message.get("tool_calls", ""))) for message in messages)
         return [*map(ord, "\n".join(texts))]
 
@@ -77,9 +83,10 @@ class Script:
 
     async def generate(self, requests: Sequence[GenerateRequest], engine: int | None) -> list[GenerateResult]:
         """The answers of the script."""
-        text = self._text
-        if self._calls_tool and self._tools:
-            self._calls_tool, text = False, _call(self._tools[0]["function"])
+        functions = [tool["function"] for tool in self._tools if len(self.called) < self._most_calls]
+        function = next((each for each in functions if each["name"] not in self.called), None)
+        text = self._text if function is None else _call(function)
+        self.called += [] if function is None else [function["name"]]
         ids = [*map(ord, text)]
         zeros = [0] * len(ids)
         return [GenerateResult(each.request_id, ids, [0.0] * len(ids), zeros, "stop") for each in requests]
@@ -104,12 +111,16 @@ class Tried:
         failure: with the first script, where the second one let it end.
         warnings: what the gateway refused or ignored.
         text: its messages in the longest conversation, without the answers of the script.
+        branches: the most of its sessions.
+        done: what it did and returned.
     """
 
     problem: str
     failure: str
     warnings: tuple[str, ...]
     text: str
+    branches: int = 1
+    done: str = ""
 
 
 def check_agents(
@@ -129,6 +140,12 @@ def check_agents(
             continue
         if tried.failure:
             report.warn(path, f"failed in a part of its trial: {tried.failure.splitlines()[0]}")
+        else:
+            print(f"{path}: the trial succeeded: {tried.done}", file=sys.stderr, flush=True)
+        counted = config.custom_envs[path.partition(".")[2]].branches
+        if tried.branches > counted and config.sample_by == "traj":
+            message = f"{counted}, and its trial had {tried.branches}, each a sample; use at least {tried.branches}"
+            report.warn(f"{path}.branches", message)
         for warning in tried.warnings:
             report.warn(path, f"in its trial: {warning}")
         length, tokens = config.sequence_length or 0, 0 if count is None else count(tried.text)
@@ -173,8 +190,8 @@ async def _try(pool: AgentPool, spec: AgentSpec, max_requests: int, timeout_s: f
     ends: list[SessionEnd] = []
     try:
         while len(failures) == len(ends) < 2:
-            script = Script(not ends, shows_tools=shows_tools)
-            _, failure, end = await play_script(pool, spec, script, max_requests, timeout_s)
+            script = Script(0 if ends else max_requests - 1, shows_tools=shows_tools)
+            result, failure, end = await play_script(pool, spec, script, max_requests, timeout_s)
             ends.append(end)
             failures += [failure] if failure else []
     finally:
@@ -182,9 +199,16 @@ async def _try(pool: AgentPool, spec: AgentSpec, max_requests: int, timeout_s: f
     text = max((_messages(end.trajectory) for end in ends if end.trajectory is not None), key=len, default="")
     warnings = dict.fromkeys(text for end in ends for text in end.warnings.values())
     if len(failures) < 2:
-        return Tried("", "".join(failures), tuple(warnings), text)
+        branches = max(int(end.metrics["branches"]) for end in ends)
+        return Tried("", "".join(failures), tuple(warnings), text, branches, _done(script, result, ends[-1]))
     refused = f"\n    the gateway refused a request of it: {next(iter(warnings))}" if warnings else ""
     return Tried(failures[0] + refused, "", (), text)
+
+
+def _done(script: Script, result: Result | None, end: SessionEnd) -> str:
+    requests = format_count(int(end.metrics["requests"]), "request")
+    tools = f"it called {', '.join(script.called)}" if script.called else "no tool was called"
+    return f"{requests}, {tools}" + ("" if result is None else f", reward {result.reward:g}")
 
 
 def _messages(trajectory: Trajectory) -> str:

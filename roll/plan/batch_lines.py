@@ -125,7 +125,10 @@ def _agentic_lines(config: AgenticConfig) -> list[Line]:
     groups = f"{trajectories} trajectories / {manager.group_size} train_env_manager.group_size"
     requests = f"{manager.environments} environments / {engines} engines, rounded up; max_running_requests {limit}"
     samples = Line("samples per step", config.samples_per_batch, "one for each trajectory (sample_by traj)")
-    if config.sample_by == "step":
+    if config.sample_by == "traj" and any(config.custom_envs[tag].is_agent for tag in tags):
+        formula = f"{trajectories} trajectories x {_of_tags('branches', config)}; a session may have more or fewer"
+        samples = Line("samples per step, about", config.samples_per_batch, formula)
+    elif config.sample_by == "step":
         formula = f"{trajectories} trajectories x {turns} turns (sample_by step)"
         samples = Line("samples per step, at most", config.samples_per_batch, formula)
     lines = [

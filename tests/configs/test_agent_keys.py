@@ -8,6 +8,7 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.check import check
+from roll.plan.batch_lines import batch_lines
 from tests.configs.samples import MODEL, agentic, refusal
 
 AGENTS = f"""
@@ -94,3 +95,19 @@ def test_what_has_no_effect_or_is_not_here_is_named(tmp_path: Path, overrides: l
 def test_a_command_line_in_one_text_is_read_as_words(tmp_path: Path) -> None:
     config = solver(tmp_path, "custom_envs.Solver.agent=null", "custom_envs.Solver.command='python3 -m solve \"a b\"'")
     assert config.custom_envs["Solver"].command == ["python3", "-m", "solve", "a b"]
+
+
+def test_branches_are_counted_as_samples_of_a_session(tmp_path: Path) -> None:
+    linear = "actor_train.training_args.lr_scheduler_type=linear"
+    one, three = solver(tmp_path, linear), solver(tmp_path, linear, "custom_envs.Solver.branches=3")
+    assert (one.samples_per_batch, three.samples_per_batch) == (16, 48)
+    assert (one.optimizer_steps_per_batch, three.optimizer_steps_per_batch) == (1, 3)
+    assert three.schedule_steps(three.actor_train) == 3 * one.schedule_steps(one.actor_train)
+    line = next(each for each in batch_lines(three) if each.name.startswith("samples per step"))
+    assert (line.name, line.value) == ("samples per step, about", 48)
+    assert line.formula == "16 trajectories x branches of Solver (3); a session may have more or fewer"
+    warned = [each.message for each in check(three).warnings if each.path.endswith("lr_scheduler_type")]
+    assert warned == [
+        "linear is computed for 3 branches of each session; with fewer it stays unfinished, with more it ends early"
+    ]
+    assert not [each for each in check(one).warnings if each.path.endswith("lr_scheduler_type")]

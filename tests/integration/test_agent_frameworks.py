@@ -21,10 +21,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "agent_frameworks"
 @pytest.mark.parametrize(
     ("program", "packages", "script", "requests"),
     [
-        ("openai_agents", "openai-agents==0.24.0", Script(True, "391"), 2),
-        ("langgraph_graph", "langgraph==1.2.24 langchain-openai==1.7.4", Script(True, "391"), 2),
+        ("openai_agents", "openai-agents==0.24.0", Script(1, "391"), 2),
+        ("langgraph_graph", "langgraph==1.2.24 langchain-openai==1.7.4", Script(1, "391"), 2),
         ("smolagents_code", "smolagents[openai]==1.26.0",
-         Script(False, "Thought: I compute it.\n<code>\nfinal_answer(17 * 23)\n</code>"), 1),
+         Script(0, "Thought: I compute it.\n<code>\nfinal_answer(17 * 23)\n</code>"), 1),
     ],
 )  # fmt: skip
 def test_an_agent_of_a_framework_plays_an_episode(

@@ -39,6 +39,16 @@ CALLS_TOOL = """
 """
 
 
+TWO_TOOLS = """
+        more = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "leave")]
+        messages = [question]
+        while calls := (answer := ask(messages, tools=TOOLS + more)).tool_calls:
+            messages += [answer, *({"role": "tool", "tool_call_id": call.id, "content": "1"} for call in calls)]
+        assert ask([{"role": "user", "content": "Sum up."}]).content == "I do not know."
+        return Result(0.5)
+"""
+
+
 def tried(
     folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, *overrides: str, shows_tools: bool = True
 ) -> Report:
@@ -72,6 +82,18 @@ def test_the_trial_of_an_agent(
     problems, remarks = ("\n".join(map(str, found)) for found in (report.errors, report.warnings))
     assert all(text in problems for text in errors) and bool(problems) == bool(errors), problems
     assert all(text in remarks for text in warnings) and bool(remarks) == bool(warnings), remarks
+
+
+def test_each_tool_is_called_once_and_branches_that_are_not_counted_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tried(tmp_path, TWO_TOOLS, monkeypatch)
+    done = "custom_envs.Solver: the trial succeeded: 5 requests, it called add, look, leave, reward 0.5\n"
+    assert capsys.readouterr().err.endswith(done) and not report.errors
+    assert [*map(str, report.warnings)] == [
+        "custom_envs.Solver.branches: 1, and its trial had 2, each a sample; use at least 2"
+    ]
+    assert not tried(tmp_path, TWO_TOOLS, monkeypatch, "custom_envs.Solver.branches=2").warnings
 
 
 def test_a_conversation_longer_than_the_sequence_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

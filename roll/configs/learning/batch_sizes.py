@@ -129,7 +129,7 @@ def _check_filled(config: RLConfig, role: str, worker: TrainedRoleConfig) -> Ite
 
 def _check_padding(config: AgenticConfig, step: int) -> Iterator[Finding]:
     trajectories, group = config.rollout_batch_size, config.train_env_manager.group_size
-    if config.sample_by == "step" or trajectories % group:
+    if config.samples_per_batch != trajectories or trajectories % group:
         return
     empty, unit = -trajectories % step, lcm(step, group)
     yield warning(

@@ -307,7 +307,8 @@ def _agents(config: AgenticConfig, batch: SmallBatch, inputs: Inputs) -> Iterato
         if entry.is_agent:
             runs: Tree = {"agent": entry.agent} if entry.agent else {"command": entry.command}
             tasks = {"tasks": {"file_name": entry.tasks.file_name}} if entry.tasks.file_name else {}
-            yield "", f"custom_envs.{tag}", {**runs, **tasks, "max_requests": entry.max_requests}
+            sizes = {"max_requests": entry.max_requests, "branches": entry.branches}
+            yield "", f"custom_envs.{tag}", {**runs, **tasks, **sizes}
         else:
             options = {name: value for name, value in entry.env_config.items() if name != "max_steps"}
             yield "", f"custom_envs.{tag}", {"env_type": entry.env_type, "env_config": options}

@@ -114,6 +114,8 @@ class RLLearner(ActorLearner):
         self._steps_without_gradient = 0
         """Latest steps without a gradient: samples that are no older were drawn from the current policy."""
         self._steps_without_advantage = 0
+        self._knows_steps = config.actor_train.training_args.lr_scheduler_type == "constant"
+        """Whether nothing is left to say of optimizer steps that the learning-rate schedule does not count."""
         self._largest: Largest = {}
         """Steps whose samples stay, because a finding of the report names them."""
 
@@ -169,6 +171,18 @@ class RLLearner(ActorLearner):
                 STEPS_WITHOUT_ADVANTAGE,
                 rollout.get("rollout/reward_mean", 0.0),
                 self._config.output_dir,
+            )
+
+    def _warn_of_more_steps(self, steps: int) -> None:
+        """Warns once of a batch with more optimizer steps than the learning-rate schedule counts."""
+        planned = self._config.optimizer_steps_per_batch
+        if steps > planned and not self._knows_steps:
+            self._knows_steps = True
+            logger.warning(
+                "a batch had %d optimizer steps, and the learning-rate schedule counts %d, so it ends early; raise "
+                "custom_envs.<name>.branches",
+                steps,
+                planned,
             )
 
     async def _with_critic(
@@ -350,6 +364,7 @@ class RLLearner(ActorLearner):
             data = self._training_data(ready, mask)
             once = training_plans(data, self._config.actor_train, self._actor.platform)
             plans = once * self._config.ppo_epochs
+            self._warn_of_more_steps(len(plans))
             if given:
                 first, old = await self._first_optimizer_step(data, plans[0], given, seen)
                 steps.append(first)

@@ -124,6 +124,17 @@ def test_steps_whose_scores_are_all_equal_are_warned_of_once(tmp_path, caplog):
     assert parts[0]._steps_without_advantage == 0
 
 
+def test_more_optimizer_steps_than_the_schedule_counts_are_warned_of_once(tmp_path, caplog):
+    for kind, warnings in (("linear", 1), ("constant", 0)):
+        caplog.clear()
+        parts = learner(tmp_path, f"actor_train.training_args.lr_scheduler_type={kind}")
+        learn(parts, parts[1].sample(1))
+        assert "ends early" not in caplog.text
+        for number in (2, 3):
+            learn(parts, parts[1].sample(number, 32))
+        assert caplog.text.count("and the learning-rate schedule counts") == warnings
+
+
 def test_no_error_if_uncorrected_training_is_allowed(tmp_path, caplog):
     overrides = (ASYNC, "old_log_probs_source=recompute", "allow_uncorrected_off_policy=true")
     with caplog.at_level(logging.ERROR):
