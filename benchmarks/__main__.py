@@ -28,6 +28,7 @@ BENCHMARKS = (
     "async_overlap",
     "simulate",
     "agentic_rollout",
+    "gateway",
     "rewards",
     "code_sandbox",
     "losses",

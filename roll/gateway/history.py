@@ -31,6 +31,18 @@ def call_ids(message: Message) -> tuple[str, ...]:
     return tuple(str(call.get("id")) for call in _calls(message))
 
 
+def readable(messages: Sequence[Message], known: int) -> str:
+    """The messages after the `known` ones as text, each with its role, and results of tools with the tool's name."""
+    names = {call.get("id"): call["function"]["name"] for message in messages for call in _calls(message)}
+    shown = []
+    for message in messages[known:]:
+        name = names.get(message.get("tool_call_id"))
+        called = "".join(f"[calls {call['function']['name']}]" for call in _calls(message))
+        who = f"{message['role']} {name}" if name else message["role"]
+        shown.append(f"{who}: {message.get('content') or ''}{called}")
+    return "\n".join(shown)
+
+
 def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
     return message.get("tool_calls") or ()
 
@@ -55,7 +67,7 @@ class MessageNode:
         text: of an answer, what the ids say; of others, their content.
         call_ids: of the tool calls of an answer.
         arrival: number of the answer in the session.
-        read: of an answer, the text of the messages since the answer before it.
+        read: of an answer, the messages since the answer before it, as text.
     """
 
     parent: MessageNode | None

@@ -10,7 +10,7 @@ from roll.configs.pipeline import role_seed
 from roll.datasets.records import DatasetError
 from roll.datasets.stop_strings import text_until_stop
 from roll.datasets.templates import ConversationEncoder
-from roll.gateway.history import Continuation, History, repeated_tokens
+from roll.gateway.history import Continuation, History, readable, repeated_tokens
 from roll.gateway.protocol import NEUTRAL, ChatRequest, Completion, Completions, RequestError
 from roll.gateway.tool_parsers import ReasoningParser, ToolParser, answered
 from roll.rollout.agents.sessions import SessionEnd, SessionSpec
@@ -175,7 +175,7 @@ class AgentSession:
         parse = dialogue.parse_tools if request.calls_tools else None
         call_id = f"call_{(asked.seed or 0) % 16**8:08x}"
         message = answered(text, request.tools, parse, dialogue.parse_thoughts, call_id)
-        read = "\n".join(str(each["content"] or "") for each in request.messages[turn.place.known :])
+        read = readable(request.messages, turn.place.known)
         self.history.add_answer(turn.place, turn.context, result, dialogue.decode(ids, ()), message, read)
         reason = "length" if result.finish_reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
         return Completion(message, reason, len(ids), result.cached_prompt_tokens)

@@ -11,6 +11,7 @@ from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS, LossScale, aggregate
 from roll.algorithms.turns import check_turns, read_turns
 from roll.datasets.micro_batches import plan_optimizer_steps
+from roll.gateway.history import readable
 from roll.gateway.protocol import read_request, wire
 from roll.gateway.session import AgentSession
 from roll.pipeline.learning.shards import training_shards
@@ -121,3 +122,15 @@ def test_checkpoints_and_metrics_have_the_branches():
     assert metrics["rollout/response_length_max"] == sum(
         turn.end - turn.start for turn in group.trajectories[0].all_turns
     )
+
+
+def test_messages_are_shown_with_their_roles_and_the_names_of_tools():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert readable(messages, 0) == "system: Add.\nassistant: [calls add]\ntool add: 42\nuser: And now?"
+    assert readable(messages, 2) == "tool add: 42\nuser: And now?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -229,7 +229,8 @@ def _sample(rows: Sequence[Mapping[str, Any]]) -> ShownSample:
 
 
 def _turns(rows: Sequence[Mapping[str, Any]]) -> list[ShownTurn]:
-    return [
+    """Turns of all rows; the last one of a branch has the reward of the session, which every branch is trained with."""
+    turns = [
         ShownTurn(
             turn["observation"],
             turn["text"],
@@ -241,6 +242,10 @@ def _turns(rows: Sequence[Mapping[str, Any]]) -> list[ShownTurn]:
         for row in rows
         for turn in row["episode"]["turns"]
     ]
+    ends = {turn.branch: number for number, turn in enumerate(turns) if turn.branch}
+    for number in ends.values():
+        turns[number] = replace(turns[number], reward=float(rows[0]["score"]))
+    return turns
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -175,3 +175,4 @@ def test_the_branches_of_a_session_are_shown_one_after_the_other(tmp_path: Path)
     assert [line for line in said if line.startswith("branch")] == ["branch 1", "branch 2"]
     assert said.index("branch 1") < said.index("writes  Let me see.") < said.index("branch 2")
     assert any("1 trajectory in 1 group" in line for line in said)
+    assert [line.split("  ")[1] for line in said if line.startswith("turn")] == ["reward 1", "reward 1"]
