@@ -47,9 +47,9 @@ def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
 def warm_start(out: Path, seed: int) -> RunSummary:
     """Makes the model and the episodes below `out`, and trains the model on them."""
     from examples.tiny_agent import episodes
-    from examples.tiny_math.prepare import prepare
+    from examples.tiny_agent.model import make_model
 
-    base = prepare(out / "base", seed, episodes.WORDS, episodes.CHAT_TEMPLATE)
+    base = make_model(out / "base", seed)
     data = episodes.write_episodes(out / "data", seed, episodes.TRAIN_EPISODES, episodes.VALIDATION_EPISODES)
     files = [
         f"actor_train.data_args.file_name=[{data}/train.jsonl]",

@@ -149,7 +149,7 @@ max_env_step_concurrent: num_env_groups bounds the steps at a time
 user_prompt_format: agent_template is the message
 reward_template: the model sees the rewards that observations name
 history_length: every turn sees all earlier turns
-tool_wrapper: tools are the environment's own; see env_type calculator
+tool_wrapper: tools are named in env_config.tools (docs/environments.md)
 []
 env_monitor: every wait has a deadline: env_step_timeout_s, trajectory_timeout_s
 partial_gpu_mode: with a ratio of 0 roles take turns on the devices that they share
