@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from faults import process_of
 from gateway_agents import DIES, HANGS, HOARDS, KINDS, RAISES
 from runs import assert_nothing_is_left, finish, lines, recipe, start, wait_for_line
 from test_agentic_run import without
@@ -131,22 +132,34 @@ def test_agents_run_ahead_across_weight_updates_and_those_that_fail_are_not_lear
 
 
 def test_a_gateway_that_is_killed_is_replaced_and_its_sessions_are_generated_again(inputs, tmp_path):
-    config = agents(inputs, tmp_path, "Teller", deterministic=False, async_generation_ratio=1)
+    config = agents(inputs, tmp_path, "Teller", deterministic=False, async_generation_ratio=1, gateway={"processes": 2})
     run = start(config)
     wait_for_line(run, tmp_path, 1)
     [gateway] = [each for each in psutil.process_iter() if is_gateway(each, tmp_path)]
     gateway.kill()
+    [restart] = finished(run, tmp_path, "gateway_died", "gateway-0")
+    assert restart["event"] == "restarted" and re.search(r"another process serves after [\d.]+ s", restart["message"])
+
+
+def test_an_engine_that_is_killed_under_agents_is_restarted(inputs, tmp_path):
+    config = agents(inputs, tmp_path, "Teller", deterministic=False, async_generation_ratio=1)
+    run = start(config)
+    wait_for_line(run, tmp_path, 1)
+    process_of("actor_infer-0", True, psutil.Process(run.pid)).kill()
+    assert finished(run, tmp_path, "generation_failed", "actor_infer-0"), "the engine was not restarted"
+
+
+def finished(run, folder: Path, reason: str, component: str) -> list[dict[str, Any]]:
+    """What a run says of a component; it ended well, with an exact ledger and groups dropped for one reason at most."""
     code, output = finish(run)
     assert code == 0, output
-    steps = lines(tmp_path)
+    steps = lines(folder)
     check_ledger(steps)
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    [restart] = [event for event in events if event["component"] == "gateway-0"]
-    assert restart["event"] == "restarted" and re.search(r"another process serves after [\d.]+ s", restart["message"])
-    assert {name for name, value in steps[-1].items() if name.startswith("ledger/dropped_") and value} <= {
-        "ledger/dropped_gateway_died"
-    }
-    assert_nothing_is_left(tmp_path)
+    dropped = {name for name, value in steps[-1].items() if name.startswith("ledger/dropped_") and value}
+    assert dropped <= {f"ledger/dropped_{reason}"}
+    assert_nothing_is_left(folder)
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["component"] == component]
 
 
 def is_gateway(process: psutil.Process, folder: Path) -> bool:
