@@ -130,3 +130,9 @@ def test_devices_of_a_second_node_need_a_cluster(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError) as caught:
         prepare_run(config, LAPTOP)
     assert "num_devices_per_node" not in str(caught.value)
+
+
+def test_parts_that_are_recomputed_may_be_written_with_commas(tmp_path: Path) -> None:
+    options = "actor_train.strategy_args.strategy_config"
+    config = rlvr(tmp_path, f"{options}.recompute_granularity=selective", f"{options}.recompute_modules='mlp, moe'")
+    assert config.actor_train.strategy_args.strategy_config.recompute_modules == ["mlp", "moe"]

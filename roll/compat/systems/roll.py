@@ -119,7 +119,6 @@ global_scale_factor global_shift_value: correct_score and wrong_score are the sc
 [] sft dpo reward_model
 difficulty_loss_weight if off: this pipeline scores no response
 length_loss_weight if off: this pipeline generates no response
-[] sft
 is_offload_states: there is no engine to share devices with
 [] silent
 env_manager_cls *_pattern *_format_penalty *agent_system_template *agent_template user_prompt_* reward_template: the

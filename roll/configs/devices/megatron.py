@@ -52,12 +52,13 @@ SEVERAL_STAGES = needs("pipeline_model_parallel_size", "pipeline_model_parallel_
 
 
 def _modules(value: Any) -> Any:
-    """A list of Megatron's module names; of null, Megatron's default.
+    """A list of Megatron's module names, also of a text with commas; of null, Megatron's default.
 
     Raises:
         ValueError: a name is none of them.
     """
-    names = ["core_attn"] if value is None else one_or_many(value)
+    listed = value.replace(" ", "").split(",") if isinstance(value, str) else value
+    names = ["core_attn"] if value is None else one_or_many(listed)
     unknown = [name for name in names if name not in (*RECOMPUTED_MODULES, *WITHOUT_EFFECT)]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is none of {', '.join((*RECOMPUTED_MODULES, *WITHOUT_EFFECT))}")
