@@ -275,7 +275,7 @@ def play(number: int, model: Path, seed: int, pipelines: Sequence[str] = PIPELIN
     sessions = temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}")
     each.problems += [f"Ray session left: {path}" for path in sessions]
     log = folder / "run" / EVENTS_FILE
-    each.agents = Counter((folder / FAULTY).read_text().splitlines()) if (folder / FAULTY).exists() else {}
+    each.agents = dict(Counter((folder / FAULTY).read_text().splitlines())) if (folder / FAULTY).exists() else {}
     if each.pipeline == "gateway" and not each.agents:
         each.problems.append("no agent failed")
     each.events = [json.loads(line)["event"] for line in log.read_text().splitlines()] if log.exists() else []
