@@ -17,6 +17,7 @@ from uuid import uuid4
 from roll.base.errors import RunError
 from roll.base.text import gibibytes
 from roll.hub.names import (
+    ADAPTER_FILES,
     CONFIG_NAME,
     WEIGHTS,
     HubError,
@@ -97,6 +98,18 @@ def model_files(listing: Listing) -> list[str]:
     if not any(fnmatch(path, WEIGHTS) and "/" not in path for path in listing.files):
         raise HubError(f"{listing.name.page} has no {WEIGHTS}; convert the model, and give the path of its folder")
     return [path for path in listing.files if is_used(path)]
+
+
+def adapter_files(listing: Listing) -> list[str]:
+    """The files of an adapter that a run needs.
+
+    Raises:
+        HubError: one is missing.
+    """
+    for file in ADAPTER_FILES:
+        if file not in listing.files:
+            raise HubError(f"{listing.name.page} has no {file}, so it is not an adapter as peft saves it")
+    return [*ADAPTER_FILES]
 
 
 def is_used(path: str) -> bool:

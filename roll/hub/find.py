@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from roll.base.errors import Problem
-from roll.hub.fetch import Listing, fetch, list_files, model_files
+from roll.hub.fetch import Listing, adapter_files, fetch, list_files, model_files
 from roll.hub.names import (
+    ADAPTER_CONFIG,
     COMMIT,
     CONFIG_NAME,
     HubError,
@@ -20,6 +21,7 @@ from roll.hub.names import (
     cached_folder,
     endpoint,
     hub_name,
+    missing_adapter_files,
     missing_model_files,
     offline,
 )
@@ -85,8 +87,10 @@ class Finder:
         self._unreachable: HubUnreachable | None = None
         self._listed: dict[HubName, Listing] = {}
 
-    def model(self, name: HubName) -> Found:
+    def model(self, name: HubName, adapter: bool = False) -> Found:
         """A complete model of a commit needs no network; for a branch, the cache is used if the hub is unreachable.
+
+        So it is with an `adapter` of a model.
 
         Raises:
             HubError: it is not here and cannot be looked up or fetched.
@@ -96,7 +100,8 @@ class Finder:
 
             return find_at_modelscope(name, self._whole)
         folder = cached_folder(name)
-        lacking = missing_model_files(folder) if folder is not None else []
+        missing = missing_adapter_files if adapter else missing_model_files
+        lacking = missing(folder) if folder is not None else []
         cached = None
         if folder is not None and not lacking:
             cached = _cached(name, folder, [path.name for path in folder.iterdir() if path.is_file()])
@@ -104,8 +109,8 @@ class Finder:
                 return cached
         try:
             listing = self._listing(name)
-            paths = model_files(listing)
-            fetch(listing, paths if self._whole else [CONFIG_NAME])
+            paths = adapter_files(listing) if adapter else model_files(listing)
+            fetch(listing, paths if self._whole else [ADAPTER_CONFIG if adapter else CONFIG_NAME])
         except HubUnreachable as error:
             if cached is None:
                 raise HubUnreachable(_explain(name, error, lacking)) from error

@@ -44,6 +44,8 @@ CONFIG_NAME = "config.json"
 WEIGHTS = "*.safetensors"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Of a LoRA adapter, as peft writes them."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Files of which every folder with a tokenizer has one; without them transformers makes one without tokens."""
@@ -223,6 +225,10 @@ def missing_model_files(folder: Path) -> list[str]:
         weights = sorted(set(json.loads((folder / WEIGHT_INDEX).read_text())["weight_map"].values()))
     lacking += [file for file in weights if not (folder / file).is_file()]
     return lacking if has_tokenizer(folder) else [*lacking, TOKENIZER_FILES[0]]
+
+
+def missing_adapter_files(folder: Path) -> list[str]:
+    return [file for file in ADAPTER_FILES if not (folder / file).is_file()]
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
-from roll.models.families.hf_config import ADAPTER_WEIGHTS, UnsupportedModel
+from roll.hub.names import ADAPTER_WEIGHTS
+from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.layouts import GatedPair, InputSplit, Layout, Replicated, Stacked
 from roll.models.families.mixture import ExpertPlace
 from roll.models.families.shape import ModelShape

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from roll.base.errors import git_lfs_pointer
-from roll.hub.names import CONFIG_NAME, WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
-from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_model_config
+from roll.hub.names import ADAPTER_CONFIG, CONFIG_NAME, WEIGHT_FILE, WEIGHT_INDEX, WEIGHTS
+from roll.models.families.hf_config import UnsupportedModel, read_model_config
 from roll.models.families.shape import model_shape
 from roll.models.families.weights import model_rules
 

@@ -14,14 +14,17 @@ from pathlib import Path
 
 from roll.base.errors import Problem
 from roll.configs.arguments import DataArguments
+from roll.configs.learning.lora import check_lora_model, fill_in_adapter
 from roll.configs.pipeline import BaseConfig
 from roll.hub.find import Finder, LookUp, folder_files
 from roll.hub.generated import generate, is_generated
-from roll.hub.names import HubError, hub_name
+from roll.hub.names import HubError, HubName, hub_name
 from roll.hub.splits import wanted_splits
 from roll.models.gguf_files import convert_gguf
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_KEY = "actor_train.model_args.adapter_name_or_path"
 
 
 def model_names(config: BaseConfig) -> dict[str, list[str]]:
@@ -52,6 +55,14 @@ def look_up(config: BaseConfig, say: Callable[[str], None] = logger.info) -> Loo
                 result.downloads.append(finder.model(name).download(name, keys))
         except HubError as error:
             result.problems.append(Problem(keys[0], str(error)))
+    if (adapter := _adapter_name(config)) is not None:
+        try:
+            found = finder.model(adapter, adapter=True)
+            result.downloads.append(found.download(adapter, [ADAPTER_KEY]))
+            fill_in_adapter(config)
+            result.problems += [each for each in check_lora_model(config) if each.kind == "error"]
+        except HubError as error:
+            result.problems.append(Problem(ADAPTER_KEY, str(error)))
     for role in config.data_roles():
         key, args = f"{role}.data_args.file_name", getattr(config, role).data_args
         for text in args.file_name:
@@ -84,6 +95,11 @@ def fetch_inputs(config: BaseConfig) -> None:
                 _replace_model(config, text, finder.model(name).name.uri)
         except HubError as error:
             raise HubError(f"{keys[0]}: {error}") from error
+    if (adapter := _adapter_name(config)) is not None:
+        try:
+            config.actor_train.model_args.adapter_name_or_path = finder.model(adapter, adapter=True).name.uri
+        except HubError as error:
+            raise HubError(f"{ADAPTER_KEY}: {error}") from error
     for role in config.data_roles():
         args = getattr(config, role).data_args
         try:
@@ -99,6 +115,11 @@ def prepare_environment(config: BaseConfig) -> None:
     if config.model_download_type is not None:
         os.environ["USE_MODELSCOPE"] = str(int(config.model_download_type == "MODELSCOPE"))
         config.system_envs.setdefault("USE_MODELSCOPE", os.environ["USE_MODELSCOPE"])
+
+
+def _adapter_name(config: BaseConfig) -> HubName | None:
+    """The adapter that training starts from, if it is given by name."""
+    return hub_name(config.actor_train.model_args.adapter_name_or_path or "", "model")
 
 
 def _replace_model(config: BaseConfig, text: str, pinned: str) -> None:

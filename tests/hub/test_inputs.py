@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from roll import cli
 from roll.configs.pipeline import RLVRConfig
 from roll.datasets.prompts import load_prompts
 from roll.datasets.tokenizer import load_tokenizer
-from roll.hub.names import HubError
+from roll.hub.names import HubError, local_model
 from roll.models.tiny import write_tiny_model
 from roll.plan.check_inputs import check_inputs
 from roll.plan.inputs import fetch_inputs, look_up
@@ -203,3 +204,37 @@ def test_system_envs_choose_the_hub_and_the_cache(hub: HubServer, tmp_path: Path
     assert os.environ["MY_SERVER"] == "here", "rewards and environments are tried in children of this process"
     assert (tmp_path / "mine" / "hub" / "models--tiny--qwen2").is_dir()
     assert not (tmp_path / "unused").exists()
+
+
+def test_an_adapter_by_name_gives_rank_and_layers_and_is_read_from_the_cache(hub: HubServer, tmp_path: Path) -> None:
+    served = tmp_path / "adapter"
+    served.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (served / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": MODEL}))
+    (served / "adapter_model.safetensors").write_bytes(b"matrices")
+    (served / "README.md").touch()
+    hub.add("models", "tiny/adapter", served)
+    name = "actor_train.model_args.adapter_name_or_path"
+    loaded = by_name(tmp_path, f"{name}=tiny/adapter", "actor_train.training_args.learning_rate=1e-5")
+    model = loaded.actor_train.model_args
+    assert model.lora_target == ["all-linear"], "nothing is asked before the plan"
+    found = look_up(loaded)
+    assert (found.problems, found.downloads[1].used_by, found.downloads[1].files) == ([], [name], 2)
+    assert (model.lora_rank, model.lora_alpha, model.lora_target) == (4, 8, ["q_proj"])
+    fetch_inputs(loaded)
+    assert model.adapter_name_or_path == f"hf://tiny/adapter@{commit_of(served)}"
+    assert (local_model(model.adapter_name_or_path) / "adapter_model.safetensors").read_bytes() == b"matrices"
+
+
+def test_what_an_adapter_by_name_does_not_fit_is_a_problem_of_the_plan(hub: HubServer, tmp_path: Path) -> None:
+    served = tmp_path / "adapter"
+    served.mkdir()
+    (served / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
+    hub.add("models", "tiny/adapter", served)
+    adapter = "actor_train.model_args.adapter_name_or_path=tiny/adapter"
+    rank = "actor_train.model_args.lora_rank=8"
+    [problem] = look_up(by_name(tmp_path, adapter, rank)).problems
+    assert "has no adapter_model.safetensors, so it is not an adapter" in str(problem)
+    (served / "adapter_model.safetensors").write_bytes(b"matrices")
+    [problem] = look_up(by_name(tmp_path, adapter, rank)).problems
+    assert str(problem) == "actor_train.model_args.lora_rank: 8 is not 4, the rank of the adapter; leave it out"

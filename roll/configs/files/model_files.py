@@ -22,10 +22,10 @@ from roll.configs.files.mixtures import check_experts
 from roll.configs.pipeline import BaseConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, RoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import SCORING_MODELS, JudgeConfig, ScoringEngineConfig
-from roll.hub.names import CONFIG_NAME, hub_name, local_model, other_reading
+from roll.hub.names import ADAPTER_CONFIG, CONFIG_NAME, hub_name, local_model, other_reading
 from roll.hub.special_tokens import read_tokenizer
 from roll.models.families.frozen import frozen_names, untrained_part
-from roll.models.families.hf_config import ADAPTER_CONFIG, UnsupportedModel, read_positions
+from roll.models.families.hf_config import UnsupportedModel, read_positions
 from roll.models.families.registry import value_architectures
 from roll.models.families.shape import ModelShape, RotaryConfig, read_model_shape
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll.base.errors import Finding, error, warning
 from roll.base.schema import needs, option
-from roll.hub.names import local_model
-from roll.models.families.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, UnsupportedModel
+from roll.hub.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, cached_folder, hub_name, local_model
+from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.layouts import InputSplit
 from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.families.weights import ALL_LINEAR, is_linear, target_name, target_rules
@@ -76,7 +76,8 @@ class LoraArguments:
     )
     adapter_name_or_path: str | None = option(
         None,
-        "Folder of a PEFT adapter that training starts from; its rank, alpha and layers are then the defaults.",
+        "PEFT adapter that training starts from, a folder or a name on the hub as of `pretrain`; its rank, alpha and "
+        "layers are then the defaults.",
         only_for=TARGET_GIVEN,
     )
 
@@ -155,7 +156,7 @@ def read_adapter_config(folder: str) -> dict[str, Any]:
     Raises:
         UnsupportedModel: it is missing, is not one, or describes an adapter of another kind than plain LoRA.
     """
-    file = Path(folder) / ADAPTER_CONFIG
+    file = local_model(folder) / ADAPTER_CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         int(found["r"]), float(found["lora_alpha"]), list(found["target_modules"])
@@ -183,16 +184,27 @@ def peft_config(arguments: LoraArguments, targets: Collection[str], base: str) -
     }
 
 
+def not_fetched(model: LoraArguments) -> bool:
+    """Whether the adapter to start from is given by a name that is not in the cache."""
+    name = hub_name(model.adapter_name_or_path or "", "model")
+    return name is not None and cached_folder(name) is None
+
+
 def fill_in_adapter(config: BaseConfig) -> None:
-    """Sets rank, alpha and layers from `adapter_name_or_path`, where they are not given."""
+    """Sets rank, alpha and layers from `adapter_name_or_path`, where they are not given.
+
+    Of an adapter that is not fetched yet nothing is known, and all layers are taken to have one until it is.
+    """
     model, path = config.actor_train.model_args, "actor_train.model_args"
     if model.adapter_name_or_path is None:
         return
+    given = config.source.given
+    if not_fetched(model) and f"{path}.lora_target" not in given:
+        model.lora_target = [ALL_LINEAR]
     try:
         found = read_adapter_config(model.adapter_name_or_path)
     except UnsupportedModel:  # reported by `check_lora_model`
         return
-    given = config.source.given
     if f"{path}.lora_rank" not in given:
         model.lora_rank = int(found["r"])
     if f"{path}.lora_alpha" not in given:
@@ -272,12 +284,16 @@ def check_lora_model(config: BaseConfig) -> Iterator[Finding]:
 
 def _check_start(model: Any, path: str, shape: ModelShape | None) -> Iterator[Finding]:
     where = f"{path}.adapter_name_or_path"
+    if not_fetched(model):
+        return
     try:
         found = read_adapter_config(model.adapter_name_or_path)
     except UnsupportedModel as reason:
         yield error(where, str(reason))
         return
-    if not os.path.isfile(Path(model.adapter_name_or_path) / ADAPTER_WEIGHTS):
+    if hub_name(model.adapter_name_or_path, "model") is None and not os.path.isfile(
+        Path(model.adapter_name_or_path) / ADAPTER_WEIGHTS
+    ):
         yield error(where, f"{model.adapter_name_or_path} has no {ADAPTER_WEIGHTS}; save the adapter as safetensors")
     if int(found["r"]) != model.lora_rank:
         yield error(

@@ -418,7 +418,7 @@ class MegatronTrainStrategy(MegatronInferStrategy):
         options = AdapterOptions(model.lora_target, model.lora_rank, model.lora_scale)
         source = first_adapter(lambda name: role_seed(self.pipeline_config.seed, self.role, name))
         if model.adapter_name_or_path is not None:
-            source = saved_adapter(Path(model.adapter_name_or_path), self.model, model.lora_target)
+            source = saved_adapter(local_model(model.adapter_name_or_path), self.model, model.lora_target)
         return attach_adapters(self.stages, self.model, options, self.coordinates.tensor, self.layout.tensor, source)
 
     def _adapter_norms(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -19,9 +19,8 @@ from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.learning.lora import LoraArguments, peft_config
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.weights.plan import WeightSpec
-from roll.hub.names import CONFIG_NAME, WEIGHT_INDEX
+from roll.hub.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_NAME, WEIGHT_INDEX
 from roll.hub.special_tokens import special_token_id
-from roll.models.families.hf_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll.models.families.shape import ModelShape
 from roll.models.families.weights import WeightRule, model_rules, target_rules
 from roll.models.hf_import import rules_of

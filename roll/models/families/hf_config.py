@@ -15,12 +15,6 @@ from roll.models.families.family import ModelFamily
 from roll.models.families.mixture import Mixture
 from roll.models.families.registry import architectures, family_of, value_architectures
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""In the folder of a LoRA adapter."""
-
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""In the same folder, as peft writes it."""
-
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 """Required whole numbers."""
 
