@@ -333,7 +333,7 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
     @property
     def replays_routing(self) -> bool:
         """Whether tokens are trained with the experts that they were sampled with, which the engine returns."""
-        return self.actor_train.router_replay.replays
+        return self.actor_train.router_replay.engine_records
 
     @property
     def default_max_staleness(self) -> int:

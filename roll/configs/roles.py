@@ -227,16 +227,27 @@ class TrainedRoleConfig(MegatronRoleConfig):
 class RouterReplayOptions:
     """Which experts a token of a mixture is trained with."""
 
-    mode: Literal["disable", "R3"] = option(
+    mode: Literal["disable", "R2", "R3"] = option(
         "disable",
-        "disable: experts that the trained model chooses; R3: experts with which the engine sampled the token.",
+        "disable: experts that the trained model chooses; R2: those that it chose in the pass of the old log-probs; "
+        "R3: experts with which the engine sampled the token.",
         only_for=POLICY_LOSS,
     )
 
     @property
     def replays(self) -> bool:
-        """Whether engines record experts."""
+        """Whether tokens are trained with recorded experts."""
+        return self.mode != "disable"
+
+    @property
+    def engine_records(self) -> bool:
+        """Whether the recorded experts are those of the engine."""
         return self.mode == "R3"
+
+    @property
+    def pass_records(self) -> bool:
+        """Whether the recorded experts are those of the pass of the old log-probs."""
+        return self.mode == "R2"
 
 
 @dataclass

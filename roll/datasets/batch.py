@@ -84,9 +84,11 @@ class Batch:
 
     @staticmethod
     def join(parts: Sequence[Batch], order: Sequence[int]) -> Batch:
-        """Tensors of all parts: sample order[i] of the parts, one after the other, at position i."""
+        """All parts: sample order[i] of the parts, one after the other, at position i."""
         index = torch.tensor(order, dtype=torch.long)
-        return Batch({key: torch.cat([part.batch[key] for part in parts])[index] for key in parts[0].tensors()})
+        tensors = {key: torch.cat([part.batch[key] for part in parts])[index] for key in parts[0].tensors()}
+        columns = {key: [part.non_tensor_batch[key] for part in parts] for key in parts[0].non_tensor_batch}
+        return Batch(tensors, {key: np.concatenate(values)[index.numpy()] for key, values in columns.items()})
 
 
 def _object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:

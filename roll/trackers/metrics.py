@@ -75,7 +75,7 @@ ROLLOUT = (
     Metric(
         "moe/routing_agreement",
         "fraction",
-        "With router_replay R3: tokens and layers whose experts the trained model would choose too.",
+        "With router_replay: tokens and layers whose experts the trained model would choose too.",
     ),
     Metric("rollout/routing_megabytes", "MB", "Experts of the tokens of a batch, with router_replay R3."),
     Metric(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from roll.base.errors import ConfigError
 from roll.configs.check import check
 from roll.configs.devices.parallel_layout import ParallelLayout
+from roll.configs.learning.log_prob_passes import training_gives_old_log_probs
 from roll.models.families.hf_config import UnsupportedModel, check_model_config
 from roll.models.families.shape import model_shape
 from tests.configs.samples import QWEN3_30B, rlvr
@@ -89,6 +90,15 @@ def test_options_of_experts_are_named_where_a_model_is_dense(tmp_path: Path) -> 
     config = rlvr(tmp_path, f"{OPTIONS}.moe_token_dispatcher_type=allgather")
     found = [str(warning) for warning in check(config).warnings]
     assert any("moe_token_dispatcher_type: has no effect" in warning for warning in found), found
+
+
+def test_experts_of_the_log_prob_pass_need_this_pass(tmp_path: Path) -> None:
+    replay = "actor_train.router_replay.mode=R2"
+    with pytest.raises(ConfigError) as error:
+        mixture(tmp_path, replay, "old_log_probs_source=behavior")
+    assert any("R2 needs a pass of the old log-probs" in str(each) for each in error.value.problems), error.value
+    config = mixture(tmp_path, replay, "old_log_probs_source=recompute", f"{OPTIONS}.sequence_parallel=true")
+    assert not config.replays_routing and not training_gives_old_log_probs(config)
 
 
 def test_tied_embeddings_are_refused_where_an_engine_has_the_model(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_join_restores_what_select_idxs_took_apart(order: list[int], cut: int, w
     assert moved.non_tensor_batch["id"].tolist() == [data.non_tensor_batch["id"][index] for index in order]
     rest = range(min(cut, len(order))), range(min(cut, len(order)), len(order))
     joined = Batch.join([moved.select_idxs(part) for part in rest], np.argsort(order).tolist())
-    same(joined, data.select(*data.tensors()))
+    same(joined, Batch(data.tensors(), data.non_tensor_batch))
 
 
 @settings(max_examples=30, deadline=None)

@@ -86,7 +86,8 @@ def replayed(context: RankContext) -> None:
         data = training_batch(rank, ranks, 3)
         rows = range(rank, SAMPLES, ranks)
         data.meta_info["micro_batches"] = data.meta_info["optimizer_steps"][0]["micro_batches"]
-        if kind != "live":
+        data.meta_info["records_routing"] = kind == "recorded"
+        if kind not in ("live", "recorded"):
             routing = [context.arguments["routings"][kind][row] for row in rows]
             data = Batch(data.tensors(), {ROUTING: routing}, data.meta_info)
         scored = strategy.compute_log_probs(data)
@@ -97,5 +98,6 @@ def replayed(context: RankContext) -> None:
             "gradients": found,
             "agreement": strategy.forward.replay.agreement().get("moe/routing_agreement"),
             "rows": list(rows),
+            "recorded": [*scored.non_tensor_batch.get(ROUTING, ())],
         }
         strategy.shutdown()

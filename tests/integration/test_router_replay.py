@@ -37,9 +37,14 @@ VARIANTS = {
         "shifted": ("shifted", {}),
         "packed": ("other", {"packed": True}),
         "recomputed": ("other", {"packed": True, **FULL}),
+        "records": ("recorded", {}),
     },
-    "tp2 x ep2": {"padded": ("other", {}), "packed, recomputed": ("other", {"packed": True, **FULL})},
-    "pp2 x ep2": {"packed, recomputed": ("other", {"packed": True, **FULL})},
+    "tp2 x ep2": {
+        "padded": ("other", {}),
+        "packed, recomputed": ("other", {"packed": True, **FULL}),
+        "records": ("recorded", {"packed": True}),
+    },
+    "pp2 x ep2": {"packed, recomputed": ("other", {"packed": True, **FULL}), "records": ("recorded", {})},
 }
 SAME = [(layout, name) for layout, names in VARIANTS.items() for name, (kind, _) in names.items() if kind == "other"]
 
@@ -63,11 +68,16 @@ def own_experts(model, ids):
     return torch.stack([each.view(len(ids), -1).topk(CHOSEN, -1).indices for each in logits], 1).numpy()
 
 
+TEXTS = [row[:length] for row, length in zip(token_batch()["input_ids"].tolist(), LENGTHS, strict=True)]
+
+
 @pytest.fixture(scope="module")
-def run(folder, model, rank_pool, tmp_path_factory):
-    batch = token_batch()
-    texts = [row[:length] for row, length in zip(batch["input_ids"].tolist(), LENGTHS, strict=True)]
-    own = [own_experts(model, text)[:-1].astype(np.uint8) for text in texts]
+def own(model):
+    return [own_experts(model, text)[:-1].astype(np.uint8) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def run(folder, own, rank_pool, tmp_path_factory):
 
     def other(text):  # the same after the same tokens, so that prefixes are shared
         seeds = [hash(tuple(text[: end + 1])) % 2**32 for end in range(len(text) - 1)]
@@ -77,7 +87,7 @@ def run(folder, model, rank_pool, tmp_path_factory):
         ]
         return np.array(draws, np.uint8).reshape(-1, LAYERS, CHOSEN)
 
-    routings = {"own": own, "other": [other(text) for text in texts], "shifted": [np.roll(each, 1, 0) for each in own]}
+    routings = {"own": own, "other": [other(text) for text in TEXTS], "shifted": [np.roll(each, 1, 0) for each in own]}
     running = {
         layout: rank_pool.start(
             "tests.integration.gradient_scenario:replayed",
@@ -119,6 +129,16 @@ def test_every_layout_trains_with_the_recorded_experts(run, layout, name):
                 torch.testing.assert_close(value, expected["gradients"][key], atol=1e-5, rtol=1e-3)
         if "packed" not in VARIANTS[layout][name][1]:  # else tokens that are shared count once
             assert found["agreement"] == pytest.approx(expected["agreement"], abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pass_records_the_experts_that_it_chooses(run, own, layout):
+    found = [(rank["records"]["rows"], rank["records"]["recorded"]) for rank in run(layout)]
+    assert {row for rows, recorded in found if recorded for row in rows} == {*range(len(TEXTS))}
+    for rows, recorded in found:
+        for row, experts in zip(rows, recorded, strict=bool(recorded)):
+            assert experts.dtype == np.uint8
+            assert (np.sort(experts) == np.sort(own[row])).all()
 
 
 @pytest.fixture(scope="module")

@@ -76,8 +76,15 @@ def _check_sizes(role: str, worker: MegatronRoleConfig, mixture: Mixture) -> Ite
 
 
 def _check_replay(config: BaseConfig, worker: MegatronRoleConfig) -> Iterator[Finding]:
-    """The engine can return the experts of each token."""
-    if not (isinstance(config, RLConfig) and isinstance(worker, ActorTrainConfig) and worker.router_replay.replays):
+    """The engine can return the experts of each token, or there is a pass that chooses them."""
+    if not (isinstance(config, RLConfig) and isinstance(worker, ActorTrainConfig)):
+        return
+    if worker.router_replay.pass_records and config.old_log_probs_source == "behavior":
+        yield error(
+            "actor_train.router_replay.mode",
+            "R2 needs a pass of the old log-probs; use R3, or set old_log_probs_source to recompute",
+        )
+    if not worker.router_replay.engine_records:
         return
     backend = config.actor_infer.strategy_args.strategy_config.get("moe_a2a_backend", "none")
     if backend != "none":

@@ -10,13 +10,15 @@ def needs_old_log_probs(config: LearnerOptions) -> bool:
     """Whether something reads the old log-probs of a batch before its training pass.
 
     Such are a KL term in the reward, a teacher, an estimator of the optimal baseline, what a correction decides over
-    the whole batch, samples that are left out of the loss (metrics count them too), and losses of chosen tokens.
+    the whole batch, samples that are left out of the loss (metrics count them too), losses of chosen tokens, and the
+    training pass itself with `router_replay.mode: R2`.
     """
     rewards = config.add_token_level_kl or config.uses_teacher or config.uses_sum_pi_squared
     whole_batch = config.correction.renormalize or config.correction.reads_batch
     masks = config.max_len_mask or config.difficulty_mask
     chosen_tokens = any(loss.choose for loss in known_losses(config.actor_train.pg_variant))
-    return bool(rewards or whole_batch or masks or chosen_tokens)
+    replay = config.actor_train.router_replay.pass_records
+    return bool(rewards or whole_batch or masks or chosen_tokens or replay)
 
 
 def training_gives_old_log_probs(config: LearnerOptions) -> bool:

@@ -88,6 +88,18 @@ class ForwardPass:
                 output[torch.as_tensor(list(indices)), : part.shape[1]] = part.cpu()
         return outputs
 
+    def recorded(
+        self, batch: TensorDict, micro_batches: Sequence[Sequence[int]], *options: Any
+    ) -> tuple[Scores | None, list[np.ndarray]]:
+        """`scores`, and the experts [tokens, layers, k] of all tokens of each sample but its last."""
+        assert self.replay is not None
+        lengths = (batch["attention_mask"].sum(-1) - 1).tolist()
+        numbers = np.split(np.arange(sum(lengths)).reshape(-1, 1, 1), np.cumsum(lengths)[:-1])
+        self.routing = numbers
+        self.replay.record()
+        scores = self.scores(batch, micro_batches, *options)
+        return scores, self.replay.recorded(lengths, len(micro_batches))
+
     def backward(
         self,
         batch: TensorDict,

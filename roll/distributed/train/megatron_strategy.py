@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,8 @@ class MegatronInferStrategy:
             `meta_info["sum_pi_squared"]` also `sum_pi_squared` [B, T], the sum of the squared probabilities of all
             tokens that could have been token t. With `meta_info["top_k"]` instead `top_ids` [B, T, K] int32, the most
             likely tokens in place of token t, -1 for none, and `top_log_probs` [B, T, K]; K is at most the vocabulary.
-            With `meta_info["base"]` they are those of the model without its adapters.
+            With `meta_info["base"]` they are those of the model without its adapters. With
+            `meta_info["records_routing"]` there is also a column `ROUTING` with the experts of each token.
         """
         more = ("top_ids", "top_log_probs") if data.meta_info.get("top_k") else ("sum_pi_squared",)
         return self._score(data, ("log_probs", "entropy", *more))
@@ -167,12 +168,17 @@ class MegatronInferStrategy:
         meta = data.meta_info
         squares = bool(meta.get("sum_pi_squared"))
         top_k = int(meta.get("top_k", 0))
-        self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
+        arguments = data.batch, meta["micro_batches"], meta["temperature"], squares, top_k
+        columns: dict[str, Any] = {}
         with self.adapters[0].off() if meta.get("base") else contextlib.nullcontext():
-            outputs = self.forward.scores(data.batch, meta["micro_batches"], meta["temperature"], squares, top_k)
+            if meta.get("records_routing"):
+                outputs, columns[ROUTING] = self.forward.recorded(*arguments)
+            else:
+                self.forward.routing = data.non_tensor_batch.get(ROUTING, ())
+                outputs = self.forward.scores(*arguments)
         if outputs is None:
             return Batch({})
-        return Batch(dict(zip(names, outputs, strict=False)))
+        return Batch(dict(zip(names, outputs, strict=False)), columns)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process as the platform counts them, and of the parameters."""

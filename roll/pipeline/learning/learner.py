@@ -106,6 +106,8 @@ class RLLearner(ActorLearner):
         self._statistics = RunStatistics()
         self._separate_pass = type(self) is not RLLearner
         self._temperature = config.actor_infer.generating_args.temperature
+        self._recorded = Batch({})
+        """The experts of this step's tokens, with `router_replay.mode: R2`."""
         self._written: Batch | None = None
         """The samples of this step with what is known of them, for `rollout_dump_dir`."""
         self._dumping: Awaitable[None] | None = None
@@ -132,7 +134,7 @@ class RLLearner(ActorLearner):
         log_probs, values = await self._with_critic(
             self._log_probs(data, given, clock), lambda critic: self._values(data, critic, clock)
         )
-        old = log_probs["old_log_probs"]
+        old, data = log_probs["old_log_probs"], data.with_column(ROUTING, self._recorded)
         with clock.measure("advantages"):
             learned, metrics = self._learned(data)
             mask = data.batch["response_mask"] if learned is None else data.batch["response_mask"] & learned[:, None]
@@ -264,7 +266,11 @@ class RLLearner(ActorLearner):
         found, rows = {"old_log_probs": torch.zeros(mask.shape)}, [row for row in range(len(data)) if row not in given]
         if rows:
             part, role = data.select_idxs(rows) if given else data, self._config.actor_train
-            answer = await cluster_log_probs(self._actor, part, role, self._temperature, squares)
+            records = role.router_replay.pass_records
+            answer = await cluster_log_probs(
+                self._actor, part, role, self._temperature, squares, records_routing=records
+            )
+            self._recorded = answer if records else self._recorded
             found["old_log_probs"][rows] = answer.batch["log_probs"] * mask[rows]
         if squares:  # with which training gives none
             found[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask

@@ -34,13 +34,14 @@ async def cluster_log_probs(
     sum_pi_squared: bool = False,
     top_k: int = 0,
     base: bool = False,
+    records_routing: bool = False,
 ) -> Batch:
     """`log_probs` and `entropy` [B, T] of `data` under the weights of actor_train or reference; see `forward`.
 
     With `sum_pi_squared`, a tensor of that name too, and with `top_k`, the most likely tokens; with `base` without
-    adapters; see `MegatronInferStrategy.compute_log_probs`.
+    adapters; with `records_routing` also the experts of tokens; see `MegatronInferStrategy.compute_log_probs`.
     """
-    options = {"sum_pi_squared": sum_pi_squared, "top_k": top_k, "base": base}
+    options = {"sum_pi_squared": sum_pi_squared, "top_k": top_k, "base": base, "records_routing": records_routing}
     return await forward(cluster, TrainWorker.compute_log_probs, data, config, temperature, **options)
 
 

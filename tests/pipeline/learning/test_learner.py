@@ -21,13 +21,13 @@ from roll.algorithms.turns import TURN_KEYS
 from roll.base.errors import RunError
 from roll.base.timers import StepClock
 from roll.configs.pipeline import RLVRConfig
-from roll.datasets.batch import Batch
+from roll.datasets.batch import ROUTING, Batch
 from roll.pipeline.learning.learner import LEARNER_STATE, RLLearner, corrects_nothing
 from roll.pipeline.learning.shards import training_plans
 from roll.rollout.rollout_batch import TAG
 from roll.rollout.source import SampleBatch
 from roll.trackers.sample_files import dumped_steps, read_samples
-from tests.configs.samples import RLVR, rlvr
+from tests.configs.samples import QWEN3_30B, RLVR, rlvr
 from tests.pipeline.bigram import BigramCluster
 
 SMALL = (
@@ -51,6 +51,27 @@ class CountingCluster(BigramCluster):
     async def compute_log_probs(self, shards):
         self.samples += sum(map(len, shards))
         return await super().compute_log_probs(shards)
+
+
+class RoutedCluster(BigramCluster):
+    """Records the ids of a sample as its experts, where it is asked for these, and keeps what training gets."""
+
+    trained: tuple[tuple[list[int], list[int]], ...] = ()
+
+    async def compute_log_probs(self, shards):
+        answers = await super().compute_log_probs(shards)
+        return [
+            Batch(answer.tensors(), {ROUTING: [*shard.batch["input_ids"].numpy()]})
+            if shard.meta_info["records_routing"]
+            else answer
+            for shard, answer in zip(shards, answers, strict=True)
+        ]
+
+    async def train_step(self, shards):
+        for shard in shards:
+            rows = zip(shard.batch["input_ids"], shard.non_tensor_batch[ROUTING], strict=True)
+            self.trained += tuple((ids.tolist(), experts.tolist()) for ids, experts in rows)
+        return await super().train_step(shards)
 
 
 def learner(folder: Path, *overrides: str) -> tuple[RLLearner, BigramCluster]:
@@ -90,6 +111,19 @@ def test_fresh_samples_give_the_same_update_with_and_without_recomputed_log_prob
         learn(parts, parts[1].sample(1))
         changes.append(parts[1].table.detach())
     torch.testing.assert_close(changes[0], changes[1])
+
+
+def test_tokens_are_trained_with_the_experts_that_the_log_prob_pass_recorded(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_30B))
+    overrides = f"pretrain={tmp_path / 'model'}", "actor_train.router_replay.mode=R2"
+    config = rlvr(tmp_path, *SMALL, f"output_dir={tmp_path}", *overrides, text=RLVR)
+    cluster = RoutedCluster()
+    parts = RLLearner(config, cluster, None), cluster
+    for number in (1, 2):
+        learn(parts, cluster.sample(number))
+        assert len(cluster.trained) == 8 * number
+    assert all(ids == experts for ids, experts in cluster.trained)
 
 
 @pytest.mark.parametrize("variant", [name for name in POLICY_LOSSES if name != "vanilla"])
