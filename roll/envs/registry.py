@@ -50,7 +50,7 @@ built-in one:
 3. its options in `OPTIONS` of `tests/envs/playing.py`, with which `tests/envs/test_base.py` runs episodes of it, valid
    actions in `texts` of the same file, and a test file of its own;
 4. docs/environments.md, of which `tests/envs/test_documentation.py` requires its name, id, options and metrics, and its
-   mention in README.md;
+   mention in docs/features.md;
 5. its names in recipes of ROLL, if it has any, in `roll/compat/systems/environments.py`."""
 
 SIMILAR_NAMES = ("sokoban_sandbox", "sokoban_mcp")

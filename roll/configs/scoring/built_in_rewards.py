@@ -50,7 +50,7 @@ A function of the user needs no entry here: `function: module:name` names it (do
 3. `STAND_IN_TRUTHS` in `roll/lab/rehearse/inputs.py`, unless its ground truth may be a number;
 4. `roll/configs/scoring/rewards.py`: what its keys have to fulfil together;
 5. `roll/compat`: the classes and keys of other frameworks that mean it, such as `WORKERS` of `roll_rewards.py`;
-6. its row in docs/rewards.md, its mention in README.md, and `make docs` for docs/configuration.md.
+6. its row in docs/rewards.md, its mention in docs/features.md, and `make docs` for docs/configuration.md.
 
 Tests compare this table with 3 (`tests/lab/rehearse/test_rehearse_inputs.py`) and 6
 (`tests/rewards/test_reward_documentation.py`)."""

@@ -1,4 +1,4 @@
-"""The data, reward and environment of the README work as they are written there."""
+"""The data, reward and environment of docs/your_own.md work as they are written there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_process import load_reward_function
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "your_own.md").read_text(encoding="utf-8")
 FIRST_RUN = (ROOT / "docs" / "first_run.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def block(start: str, language: str) -> str:
@@ -36,7 +36,7 @@ def block(start: str, language: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with the Python files of the README, on the import path."""
+    """A folder with the Python files of the page, on the import path."""
     for name in ("my_rewards", "my_envs"):
         (tmp_path / f"{name}.py").write_text(block(f"# {name}.py", "python"), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def config(folder: Path) -> RLVRConfig:
-    """The README's YAML, with the recipe it includes by its absolute path, its data in `folder`, and its reward."""
+    """The page's YAML, with the recipe it includes by its absolute path, its data in `folder`, and its reward."""
     tree = yaml.safe_load(block("# my_run.yaml", "yaml")) | yaml.safe_load(block("rewards:", "yaml"))
     tree["defaults"] = [str(ROOT / name) for name in tree["defaults"]]
     data = tree["actor_train"]["data_args"]
