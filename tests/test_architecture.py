@@ -37,6 +37,7 @@ ORDER = [
     "tools",
     "report",
     "lab",
+    "api",
 ]
 """A folder imports from those above it and from its own."""
 

@@ -1,0 +1,1 @@
+"""Runs from Python: `roll.train`."""

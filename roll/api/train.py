@@ -1,0 +1,152 @@
+"""A run from Python: `roll run` in a process of its own, with a reward that is a function of the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.base.errors import RunError
+from roll.base.terminal import EXIT_INTERRUPTED
+from roll.configs.pipeline import RLVRConfig
+from roll.configs.trackers import METRICS_FILE
+from roll.configs.user_code import search_modules_beside
+from roll.loading.load import load_config
+
+CONFIG_FILE = "from_python.yaml"
+"""In the run's folder: what was run, so that `roll run` can continue it."""
+
+REWARD_MODULE = "reward_from_python"
+"""Module beside it that holds the function given as `reward`, which is in its pickle."""
+
+REWARD_SOURCE = '''"""The function that `roll.train` was given as the reward of this run."""
+
+import pathlib
+import pickle
+
+{name} = pickle.loads(pathlib.Path(__file__).with_suffix(".pickle").read_bytes())
+'''
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended.
+
+    Attributes:
+        folder: its `output_dir`, for `roll show`, `report` and `explain`.
+        interrupted: whether Ctrl-C ended it, after a step.
+    """
+
+    folder: Path
+    interrupted: bool = False
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl; `pandas.DataFrame` takes it as it is."""
+        return [json.loads(line) for line in (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
+    def report(self) -> Path:
+        """Writes the page of the run, one HTML file, and returns its path."""
+        if code := _follow([sys.executable, "-m", "roll", "report", str(self.folder)], os.environ):
+            raise RunError(f"{self.folder}: `roll report` ended with exit code {code}")
+        return self.folder / "report.html"
+
+
+RewardFunction = Callable[..., float | dict[str, float]]
+
+
+def train(config: str | Path | Mapping[str, Any], *overrides: str, reward: RewardFunction | None = None) -> FinishedRun:
+    """Runs a configuration to its end, and prints what `roll run` prints. Works in a notebook too.
+
+    Args:
+        config: a YAML file, or its keys; files that `defaults` names in keys are relative to the current folder.
+        overrides: `a.b=value`, values in YAML.
+        reward: the only reward of the run: a function with parameters such as `response` and `ground_truth`
+            (docs/rewards.md). It may be defined in a notebook; what it refers to there is copied.
+
+    Raises:
+        ConfigError: the configuration cannot be used; nothing was started.
+        RunError: the run failed.
+    """
+    tree: dict[str, Any] = {"defaults": [str(config)]} if isinstance(config, str | Path) else dict(config)
+    bases = tree.get("defaults", [])
+    tree["defaults"] = [str(Path(base).absolute()) for base in ([bases] if isinstance(bases, str) else bases)]
+    for base in tree["defaults"]:
+        search_modules_beside(base)
+    with tempfile.TemporaryDirectory(prefix="roll-") as made:
+        checked = load_config(_written(tree, Path(made)), overrides)
+    folder = Path(checked.output_dir)
+    if reward is not None:
+        if not isinstance(checked, RLVRConfig):
+            raise RunError(f"reward: a run with pipeline {checked.pipeline} scores by itself; leave it out")
+        name = _save_reward(reward, folder)
+        tree["rewards"] = {**dict.fromkeys(checked.rewards), name: {"function": f"{REWARD_MODULE}:{name}"}}
+    file = _written(tree, folder)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    code = _follow([sys.executable, "-m", "roll", "run", str(file), *overrides], environment)
+    if code not in (0, EXIT_INTERRUPTED):
+        raise RunError(f"{folder}: the run ended with exit code {code}; its messages are above")
+    return FinishedRun(folder, code == EXIT_INTERRUPTED)
+
+
+def _written(tree: Mapping[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / CONFIG_FILE
+    file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def _save_reward(reward: RewardFunction, folder: Path) -> str:
+    """Writes the function as a module of the run's folder; returns its name, `reward` for one without."""
+    import cloudpickle
+
+    name = reward.__name__ if getattr(reward, "__name__", "").isidentifier() else "reward"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{REWARD_MODULE}.pickle").write_bytes(cloudpickle.dumps(reward))
+    (folder / f"{REWARD_MODULE}.py").write_text(REWARD_SOURCE.format(name=name), encoding="utf-8")
+    return name
+
+
+def _follow(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Prints what a command prints, and returns its exit code; Ctrl-C is passed on, and it ends with this process."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            for line in _lines(process):
+                print(line, end="", flush=True)
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Lines of its output, until it ends."""
+    assert process.stdout is not None
+    while True:
+        try:
+            line = process.stdout.readline()
+        except KeyboardInterrupt:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            continue
+        if not line:
+            return
+        yield line
