@@ -33,6 +33,7 @@ BENCHMARKS = (
     "code_sandbox",
     "losses",
     "logprob_rounding",
+    "routing_agreement",
     "against_trl",
     "recovery",
     "checkpoint",
