@@ -12,8 +12,9 @@ from fractions import Fraction
 
 from roll.base.text import gibibytes
 from roll.configs.arguments import DTYPE_BYTES, OLD_LOG_PROBS
+from roll.configs.asynchronous import versions_ahead
 from roll.configs.devices.megatron import part_layers, stage_layers, virtual_stages
-from roll.configs.learning.lora import adapter_parameters
+from roll.configs.learning.lora import adapter_arguments, adapter_parameters
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig
@@ -408,6 +409,10 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
             f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token){limit}",
         ),
     ]
+    if role == "actor_infer" and (model := config.adapters(platform)) is not None:
+        places = adapter_arguments(model, shape, versions_ahead(config.async_generation_ratio))["max_loras_per_batch"]
+        each = adapter_parameters(shape, model, shape.layers, tensor)
+        lines.append(MemoryLine("adapters", places * each * size, f"{places} places x {each:,} parameters x {size} B"))
     if platform == "cuda":
         lines += _graphs(worker)
     return MemoryPlan(role, "every device", lines)

@@ -149,3 +149,14 @@ def test_a_policy_for_running_requests_has_no_effect_on_adapters(tmp_path: Path,
     keys = ["actor_train.lora_update=adapter", "async_generation_ratio=1", "in_flight_policy=drain"]
     config = load(tmp_path, model, "actor_infer.device_mapping=[16,17]", *keys, **LORA)
     assert "drain has no effect: with lora_update adapter a response keeps" in str(config.source.report.warnings)
+
+
+def test_the_plan_counts_the_places_of_adapters_in_an_engine(tmp_path: Path, model: Path) -> None:
+    keys = ["actor_infer.device_mapping=[16,17]", "actor_infer.num_gpus_per_worker=1", "async_generation_ratio=1.5"]
+    config = load(tmp_path, model, *keys, **LORA)
+    arguments, shape = config.actor_train.model_args, known_model_shape(model)
+    for platform, places in (("cpu", 0), ("cuda", 2 + 2)):
+        plans = memory_plans(config, model_shapes(config), platform)
+        [lines] = [plan.lines for plan in plans if plan.role == "actor_infer"]
+        size = sum(line.bytes for line in lines if line.name == "adapters")
+        assert size == places * adapter_parameters(shape, arguments, shape.layers) * 2

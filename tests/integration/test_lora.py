@@ -190,9 +190,9 @@ def test_an_imported_adapter_is_exported_unchanged_and_a_trained_one_equals_the_
     assert all(torch.equal(first[key], given[key]) for key in given)
     base = transformers.AutoModelForCausalLM.from_pretrained(models[case["family"]])
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / name / "merged")
-    with torch.no_grad():
-        expected = log_probs(peft().PeftModel.from_pretrained(base, folder / name / "trained"))
-        assert torch.allclose(log_probs(merged), expected, atol=3e-5)
+    with torch.no_grad():  # in double precision, so that only the rounding of the merged weights is seen
+        expected = log_probs(peft().PeftModel.from_pretrained(base, folder / name / "trained").double())
+        assert torch.allclose(log_probs(merged.double()), expected, atol=1e-5)
     changed = load_file(folder / name / "trained" / "adapter_model.safetensors")
     assert not any(torch.equal(first[key], changed[key]) for key in first)
 

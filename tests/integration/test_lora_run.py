@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from runs import inputs_in, lines, recipe
 
 from roll.trackers.sample_files import read_samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+PAGE = Path(__file__).parents[2] / "docs/lora.md"
 
 LORA: dict[str, Any] = {
     "actor_train__model_args": {"dtype": "fp32", "lora_target": "all-linear", "lora_rank": 4, "lora_alpha": 8},
@@ -109,3 +113,22 @@ def test_adapters_are_sent_while_requests_run_and_every_prompt_is_accounted_for(
         versions = [set(row["weight_version"]) for row in rows]
         assert all(len(each) == 1 for each in versions), "a response has one adapter"
         assert line["staleness/max"] == line["step"] - 1 - min(min(each) for each in versions)
+
+
+def test_the_example_of_the_page_runs(shared_runs, inputs, tmp_path):
+    example = yaml.safe_load(PAGE.read_text().split("```yaml")[1].split("```")[0])
+    keys = {"max_steps": 2, "eval_steps": 0, "actor_train__model_args": {"dtype": "fp32"}}
+    config = recipe(inputs, tmp_path, **keys)
+    tree = yaml.safe_load(config.read_text())
+    actor = example.pop("actor_train")
+    tree["actor_train"]["model_args"] |= actor["model_args"]
+    tree["actor_train"]["training_args"] |= actor["training_args"]
+    config.write_text(yaml.safe_dump(tree | example))
+    code, output = shared_runs.run(config)
+    assert code == 0, output
+    assert [line["actor/kl_loss"] for line in lines(tmp_path) if line["step"]][0] == 0.0
+    exported = json.loads((tmp_path / "run/hf_model/adapter_config.json").read_text())
+    assert (exported["r"], exported["lora_alpha"]) == (
+        actor["model_args"]["lora_rank"],
+        actor["model_args"]["lora_alpha"],
+    )

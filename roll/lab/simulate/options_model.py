@@ -91,7 +91,8 @@ def _check_options(config: RLConfig, options: argparse.Namespace) -> None:
 def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str]) -> Measurements:
     """Measurements of --from, with options in place of single values; or all from options."""
     given = {name: getattr(options, name) for name in ("generate", "train", "log_probs", "reward", "weight_update")}
-    given["weight_update_pause"] = options.weight_update
+    adapters = config.adapters("cpu" if config.platform == "cpu" else "cuda")
+    given["weight_update_pause"] = options.weight_update if adapters is None else 0.0
     given = {name: seconds for name, seconds in given.items() if seconds is not None}
     if options.from_run is None:
         limit = float(config.response_length or 1)
