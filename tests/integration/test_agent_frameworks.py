@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "agent_frameworks"
     [
         ("openai_agents", "openai-agents==0.24.0", Script(1, "391"), 2),
         ("langgraph_graph", "langgraph==1.2.24 langchain-openai==1.7.4", Script(1, "391"), 2),
+        ("verifiers_env", "verifiers==0.1.14", Script(1, "391"), 2),
         ("smolagents_code", "smolagents[openai]==1.26.0",
          Script(0, "Thought: I compute it.\n<code>\nfinal_answer(17 * 23)\n</code>"), 1),
     ],
