@@ -7,12 +7,15 @@ from pathlib import Path
 
 from examples.tiny_agent.episodes import CHAT_TEMPLATE, WORDS
 
+POSITIONS = 4096
+"""Tokens of the longest conversation; every character is one."""
+
 
 def make_model(folder: Path, seed: int = 42) -> Path:
     """Writes model and tokenizer to `folder` and returns it."""
     from examples.tiny_math.prepare import prepare
 
-    return prepare(folder, seed, WORDS, CHAT_TEMPLATE)
+    return prepare(folder, seed, WORDS, CHAT_TEMPLATE, POSITIONS)
 
 
 def main() -> None:

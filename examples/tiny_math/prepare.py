@@ -57,7 +57,7 @@ def make_tokenizer(words: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLA
     return tokenizer
 
 
-def make_config(vocab_size: int) -> Qwen2Config:
+def make_config(vocab_size: int, positions: int = 1024) -> Qwen2Config:
     """The architecture: a Qwen2 of 0.4 million weights, in fp32, with tied embeddings.
 
     `initializer_range` is twice the usual 0.02, which suits models ten times as wide: from 0.02 the number of warm-up
@@ -72,7 +72,7 @@ def make_config(vocab_size: int) -> Qwen2Config:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.04,
         tie_word_embeddings=True,
@@ -125,7 +125,13 @@ def make_weights(config: Qwen2Config, seed: int) -> dict[str, Any]:
     return {name: draw(name, shape) for name, shape in shapes.items()}
 
 
-def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE) -> Path:
+def prepare(
+    folder: Path,
+    seed: int = 42,
+    words: tuple[str, ...] = (),
+    chat_template: str = CHAT_TEMPLATE,
+    positions: int = 1024,
+) -> Path:
     """Writes model and tokenizer to `folder` and returns it; the same seed writes the same bytes.
 
     Args:
@@ -133,12 +139,13 @@ def prepare(folder: Path, seed: int = 42, words: tuple[str, ...] = (), chat_temp
         seed: of the random weights.
         words: see `make_tokenizer`.
         chat_template: of conversations.
+        positions: tokens of the longest sequence.
     """
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
     tokenizer = make_tokenizer(words, chat_template)
-    config = make_config(len(tokenizer))
+    config = make_config(len(tokenizer), positions)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
