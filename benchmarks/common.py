@@ -63,9 +63,11 @@ def write_report(path: str | Path, raw: dict[str, Any], checks: list[Check]) -> 
         print(f"{check['name']:<60} {check['value']:>12.4g} {check['target']:>12.4g}  {result}")
 
 
-def main(measure: Callable[[], Measurement], description: str) -> None:
-    """Command line of a benchmark: writes the report of `measure()` to `--json FILE`."""
+def main(measure: Callable[[], Measurement], description: str, lora: Callable[[], Measurement] | None = None) -> None:
+    """Command line of a benchmark: writes the report of `measure()`, or with `--lora` of `lora()`, to `--json FILE`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, help="file for the report")
+    if lora is not None:
+        parser.add_argument("--lora", action="store_true", help="measure adapters against all weights")
     arguments = parser.parse_args()
-    write_report(arguments.json, *measure())
+    write_report(arguments.json, *(lora() if lora is not None and arguments.lora else measure()))

@@ -2,10 +2,11 @@
 
     python -m benchmarks.faults --rounds 40 --json FILE [--seed 0] [--pipelines gateway]
 
-Each round is a run with a fault drawn at random, at ratio 0, 1 or 3: RLVR, agents in environments, or (gateway) agents
-that call the policy, half of which fail or do what they must not. It passes if the fault happened,
-the run ends by itself with every step (after a killed driver: once it is started again), every prompt is accounted for
-and learned from at most once, and no process, shared memory or Ray session is left.
+Each round is a run with a fault drawn at random, at ratio 0, 1 or 3: RLVR, with all weights or with adapters that are
+sent to the engines (lora), agents in environments, or (gateway) agents that call the policy, half of which fail or do
+what they must not. It passes if the fault happened, the run ends by itself with every step (after a killed driver: once
+it is started again), every prompt is accounted for and learned from at most once, and no process, shared memory or Ray
+session is left.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ STOPPED = (ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER)
 
 FAULTS = (ENGINE, ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT)
 
-PIPELINES = ("rlvr", "agentic", "gateway")
+PIPELINES = ("rlvr", "lora", "agentic", "gateway")
+ONE_TURN = ("rlvr", "lora")
 
 FAULTY = "faulty_agents.txt"
 """File in the folder of a round with what its agents did, a line each."""
@@ -140,15 +142,15 @@ def draw(chance: random.Random, pipelines: Sequence[str] = PIPELINES) -> Round:
         delay_s=chance.uniform(0.0, 1.5),
         problems=[],
     )
-    if each.pipeline == "rlvr":
+    if each.pipeline in ONE_TURN:
         each.delay_s /= SHORTER
     return each
 
 
 def write_config(folder: Path, model: Path, each: Round) -> Path:
     """The recipe of a round."""
-    tree: dict[str, Any] = dict(RLVR if each.pipeline == "rlvr" else AGENTIC)
-    if each.pipeline != "rlvr":
+    tree: dict[str, Any] = dict(RLVR if each.pipeline in ONE_TURN else AGENTIC)
+    if each.pipeline not in ONE_TURN:
         tree |= {"rollout_batch_size": 16, "sequence_length": 256, "max_tokens_per_step": 32}
         tree["train_env_manager"] = {"group_size": 4, "num_env_groups": GROUPS, "max_env_num_per_worker": 4}
         tree["actor_infer"] = {
@@ -159,6 +161,9 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
         write_problems(folder, seed=3, train=PROMPTS, val=4, levels=(1,))
         data = {"file_name": [f"{folder}/train.jsonl"], "shuffle": False}
         tree["actor_train"] = {**RLVR["actor_train"], "data_args": data}
+    if each.pipeline == "lora":
+        adapters = {"lora_target": "all-linear", "lora_rank": 4}
+        tree["actor_train"] |= {"model_args": {"dtype": "fp32", **adapters}, "lora_update": "adapter"}
     if each.pipeline == "gateway":
         tree |= {
             "custom_envs": {"Faulty": {"agent": "tests.integration.faulty_agent:Faulty", "max_requests": 20}},
@@ -224,7 +229,7 @@ def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
     elif each.fault in (DRIVER, CHECKPOINT):
         driver.send_signal(signal.SIGKILL)
     elif each.fault == WORKER:
-        owner = process_of("rollouter", False, driver) if each.ratio and each.pipeline == "rlvr" else driver
+        owner = process_of("rollouter", False, driver) if each.ratio and each.pipeline in ONE_TURN else driver
         workers = workers_of(owner)
         assert workers, "the run has no reward or environment worker"
         workers[0].send_signal(number)

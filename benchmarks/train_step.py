@@ -1,15 +1,16 @@
 """Tokens per second of one optimizer step: Megatron on one rank against transformers with torch's AdamW.
 
-    python -m benchmarks.train_step --json FILE
+    python -m benchmarks.train_step --json FILE [--lora]
 
 Both run the same model, batch and micro-batches with the same threads, alternately in one process; then Megatron runs
 on two ranks. The same again with long-tailed lengths: Megatron with packed and with padded samples, and transformers
-with padding.
+with padding. With `--lora`: adapters of LORA_RANK on all linear layers against all weights, both on Megatron.
 """
 
 from __future__ import annotations
 
 import random
+import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Measurement, at_least, main, median
+import psutil
+
+from benchmarks.common import Measurement, at_least, at_most, main, median
 from benchmarks.ranks import spawn_ranks
 from roll.configs.devices.parallel_layout import ParallelLayout
 
@@ -30,6 +33,9 @@ TARGET_RATIO = 0.9
 
 TARGET_PACKED, TARGET_PACKED_OVER_TRANSFORMERS = 2.0, 1.3
 """Required speed of a packed step of long-tailed lengths over the padded one, and over transformers with padding."""
+
+LORA_RANK, LORA_STARTS, TARGET_LORA = 16, 3, 1.25
+"""Rank of the adapters, starts of each kind, and required speed of adapters over all weights."""
 
 TAIL_EXPONENT, SHORTEST = 1.2, 24
 """Pareto exponent of the long-tailed lengths, and the shortest one: most samples are short, a few fill the limit."""
@@ -123,6 +129,56 @@ def _compare(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dic
     return seconds
 
 
+def measure_lora() -> Measurement:
+    """Speed and memory of a step that trains adapters, against one that trains all weights."""
+    from roll.models.tiny import write_tiny_model
+
+    work = Work()
+    with tempfile.TemporaryDirectory() as root:
+        folder = write_tiny_model(Path(root) / "model", "qwen2", **SHAPE)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in LORA_KINDS}
+        for _ in range(LORA_STARTS):
+            for name in found:
+                found[name].append(spawn_ranks(ParallelLayout(), LORA_KINDS[name], folder, work))
+    seconds = {name: [each for run in runs for each in run["seconds"]] for name, runs in found.items()}
+    peak = {name: median([run["peak"] for run in runs]) for name, runs in found.items()}
+    states = {name: sum(runs[0]["states"].values()) for name, runs in found.items()}
+    raw = {"shape": SHAPE, "work": asdict(work), "rank": LORA_RANK, "runs": found, "peak": peak, "states": states}
+    speedup = median(seconds["weights"]) / median(seconds["adapters"])
+    return raw, [
+        at_least("train_step: tokens/s of adapters over all weights", speedup, TARGET_LORA),
+        at_most("train_step: peak memory of adapters over all weights", peak["adapters"] / peak["weights"], 0.45),
+    ]
+
+
+def _weights_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dict[str, Any]:
+    return _memory_and_seconds(layout, rank, folder, work)
+
+
+def _adapters_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> dict[str, Any]:
+    return _memory_and_seconds(layout, rank, folder, work, lora_target=["all-linear"], lora_rank=LORA_RANK)
+
+
+LORA_KINDS = {"weights": _weights_alone, "adapters": _adapters_alone}
+
+
+def _memory_and_seconds(layout: ParallelLayout, rank: int, folder: Path, work: Work, **lora: Any) -> dict[str, Any]:
+    """Seconds of each step, the states' bytes, and by how much the process grew at most since Megatron was imported."""
+    from roll.platforms import get_platform
+
+    get_platform("cpu").prepare_megatron()
+    import roll.distributed.train.megatron_strategy  # noqa: F401  (so that it is not counted)
+
+    before = psutil.Process().memory_info().rss
+    strategy = megatron_strategy(layout, rank, folder, work, **lora)
+    step, _ = strategy_steps(strategy, layout, work)
+    step()
+    seconds = [_time(step) for _ in range(work.repeats)]
+    states = {name: strategy.memory()[name] for name in ("parameters", "gradients", "optimizer")}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "states": states, "peak": peak - before}
+
+
 def _megatron_alone(layout: ParallelLayout, rank: int, folder: Path, work: Work) -> list[float]:
     step, _ = megatron_steps(layout, rank, folder, work)
     step()
@@ -184,11 +240,15 @@ def megatron_steps(
     layout: ParallelLayout, rank: int, folder: Path, work: Work
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """The same step through the Megatron strategy, with padded and with packed samples."""
+    return strategy_steps(megatron_strategy(layout, rank, folder, work), layout, work)
+
+
+def megatron_strategy(layout: ParallelLayout, rank: int, folder: Path, work: Work, **lora: Any) -> Any:
+    """One rank's model and optimizer; of adapters, where keys of `lora` are given."""
     from roll.configs.arguments import TrainingArguments, TrainModelArguments
     from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
     from roll.configs.roles import ActorTrainConfig, MegatronTrainArguments
-    from roll.datasets.batch import Batch
     from roll.platforms import get_platform
 
     get_platform("cpu").prepare_megatron()
@@ -200,7 +260,7 @@ def megatron_steps(
         context_parallel_size=layout.context,
     )
     worker = ActorTrainConfig(
-        model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32"),
+        model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32", **lora),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
         strategy_args=MegatronTrainArguments(strategy_config=sizes),
         device_mapping=list(range(layout.world_size)),
@@ -208,6 +268,15 @@ def megatron_steps(
     config = SFTConfig(response_length=work.length, actor_train=worker)
     strategy = MegatronTrainStrategy(worker, config, layout, rank, get_platform("cpu"))
     strategy.initialize()
+    return strategy
+
+
+def strategy_steps(
+    strategy: Any, layout: ParallelLayout, work: Work
+) -> tuple[Callable[[], float], Callable[[], float]]:
+    """A step with padded and with packed samples."""
+    from roll.datasets.batch import Batch
+
     mine = slice(strategy.coordinates.data, None, layout.data)
     ids, mask = _tokens(work)[mine], _mask(work)[mine]
     response = mask.bool()
@@ -229,4 +298,4 @@ def megatron_steps(
 
 
 if __name__ == "__main__":
-    main(measure, __doc__ or "")
+    main(measure, __doc__ or "", measure_lora)
