@@ -99,12 +99,15 @@ def kill_remaining() -> None:
 
 
 def kill_descendants() -> None:
-    """Kills what this process has started except its watchdog, which alone does it where this adopts no orphans."""
-    if not _adopts:
-        return
+    """Kills what this process has started, except its watchdog.
+
+    Where it adopts no orphans, other contained processes are left to their watchdogs, which find orphans too.
+    """
+    own = MARK + os.getpid()
     for _ in range(ROUNDS):
         children = psutil.Process().children(recursive=True)
         alive = [child for child in children if child.pid != _watchdog and _is_alive(child)]
+        alive = [child for child in alive if _adopts or not MARK < _mark(child.pid) != own]
         if not alive:
             return
         for child in alive:
