@@ -25,7 +25,7 @@ class Faulty(Agent):
         policy = OpenAI(max_retries=0)
         messages: list[Any] = [{"role": "user", "content": f"Say {seed % 10}."}]
         said = [self.ask(policy, messages)]
-        if chance.random() < 0.5:
+        if seed and chance.random() < 0.5:  # 0 is the seed of the trial before a run
             self.misbehave(chance.choice(TROUBLES), messages)
         said.append(self.ask(policy, [*messages, {"role": "user", "content": "More?"}]))
         return Result(0.1 * len(set("".join(said))))
