@@ -2,11 +2,11 @@
 
     python -m benchmarks.faults --rounds 40 --json FILE [--seed 0] [--pipelines gateway]
 
-Each round is a run with a fault drawn at random, at ratio 0, 1 or 3: RLVR, with all weights or with adapters that are
-sent to the engines (lora), agents in environments, or (gateway) agents that call the policy, half of which fail or do
-what they must not. It passes if the fault happened, the run ends by itself with every step (after a killed driver: once
-it is started again), every prompt is accounted for and learned from at most once, and no process, shared memory or Ray
-session is left.
+Each round is a run with a fault drawn at random, at ratio 0, 1 or 3: RLVR, with all weights, with adapters that are
+sent to the engines (lora), or of a mixture of experts on two ranks with router replay (mixture), agents in
+environments, or (gateway) agents that call the policy, half of which fail or do what they must not. It passes if the
+fault happened, the run ends by itself with every step (after a killed driver: once it is started again), every prompt
+is accounted for and learned from at most once, and no process, shared memory or Ray session is left.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.agentic_rollout import RECIPE as AGENTIC
 from benchmarks.common import at_least, at_most, write_report
 from examples.tiny_math.prepare import prepare
 from examples.tiny_math.problems import write_problems
+from examples.tiny_moe.demo import prepare as prepare_mixture
 from roll.base.events import EVENTS_FILE
 from roll.distributed.leftovers import PREFIX, SHARED_MEMORY, temporary_folder
 from roll.trackers.files import read_metrics
@@ -75,8 +76,8 @@ STOPPED = (ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER)
 
 FAULTS = (ENGINE, ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT)
 
-PIPELINES = ("rlvr", "lora", "agentic", "gateway")
-ONE_TURN = ("rlvr", "lora")
+PIPELINES = ("rlvr", "lora", "mixture", "agentic", "gateway")
+ONE_TURN = ("rlvr", "lora", "mixture")
 
 FAULTY = "faulty_agents.txt"
 """File in the folder of a round with what its agents did, a line each."""
@@ -98,6 +99,14 @@ RLVR: dict[str, Any] = {
     "actor_infer": {"model_args": {"dtype": "fp32"}, "device_mapping": [1]},
     "rewards": {"math_rule": {}},
 }
+
+MIXTURE: dict[str, Any] = {
+    "training_args": {"learning_rate": 1e-4, "per_device_train_batch_size": 8},
+    "strategy_args": {"strategy_config": {"expert_model_parallel_size": 2}},
+    "router_replay": {"mode": "R3"},
+    "device_mapping": [0, 1],
+}
+"""Options of `actor_train`."""
 
 
 @dataclass
@@ -125,6 +134,11 @@ class Round:
     events: list[str] = field(default_factory=list)
     seconds: float = 0.0
     agents: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """Training ranks."""
+        return len(MIXTURE["device_mapping"]) if self.pipeline == "mixture" else 1
 
 
 def draw(chance: random.Random, pipelines: Sequence[str] = PIPELINES) -> Round:
@@ -161,6 +175,9 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
         write_problems(folder, seed=3, train=PROMPTS, val=4, levels=(1,))
         data = {"file_name": [f"{folder}/train.jsonl"], "shuffle": False}
         tree["actor_train"] = {**RLVR["actor_train"], "data_args": data}
+    if each.pipeline == "mixture":
+        tree["actor_train"] |= MIXTURE
+        model = prepare_mixture(folder / "model", 3)
     if each.pipeline == "lora":
         adapters = {"lora_target": "all-linear", "lora_rank": 4}
         tree["actor_train"] |= {"model_args": {"dtype": "fp32", **adapters}, "lora_update": "adapter"}
@@ -175,7 +192,7 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
         tree["actor_infer"]["generation_timeout_s"] = 15
     tree |= {
         "pretrain": str(model),
-        "num_devices_per_node": 1 + each.engines,
+        "num_devices_per_node": each.ranks + each.engines,
         "async_generation_ratio": each.ratio,
         "output_dir": str(folder / "run"),
         "max_steps": STEPS,
@@ -184,7 +201,7 @@ def write_config(folder: Path, model: Path, each: Round) -> Path:
         "save_steps": 1,
         "sync_timeout_s": 20,
         "async_training": {"batch_hook_class": "tests.integration.faults:Killer"},
-        "actor_infer": {**tree["actor_infer"], "device_mapping": list(range(1, 1 + each.engines))},
+        "actor_infer": {**tree["actor_infer"], "device_mapping": list(range(each.ranks, each.ranks + each.engines))},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -223,7 +240,7 @@ def strike(run: subprocess.Popen[str], each: Round, output: Path) -> None:
     if each.fault == ENGINE:
         process_of(f"actor_infer-{each.engines - 1}", True, driver).send_signal(number)
     elif each.fault == TRAINER:
-        process_of("actor_train-0", False, driver).send_signal(number)
+        process_of(f"actor_train-{each.ranks - 1}", False, driver).send_signal(number)
     elif each.fault == ROLLOUTER:
         process_of("rollouter", False, driver).send_signal(number)
     elif each.fault in (DRIVER, CHECKPOINT):
