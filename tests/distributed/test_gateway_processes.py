@@ -116,7 +116,9 @@ def test_the_time_of_generation_is_that_in_which_requests_are_answered(tmp_path)
         await asyncio.sleep(0.1)
         engines.hold.clear()
         asked = asyncio.create_task(ask(address))
-        await asyncio.sleep(0.4)
+        while not engines.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
         engines.hold.set()
         await asked
         await gateway.finish(address)
