@@ -36,7 +36,7 @@ from examples.tiny_math.prepare import prepare
 from examples.tiny_math.problems import write_problems
 from examples.tiny_moe.demo import prepare as prepare_mixture
 from roll.base.events import EVENTS_FILE
-from roll.distributed.leftovers import PREFIX, SHARED_MEMORY, temporary_folder
+from roll.distributed.leftovers import PREFIX, SHARED_MEMORY, file_key, temporary_folder, used_files
 from roll.trackers.files import read_metrics
 from tests.integration.faults import (
     FAULTS_FILE,
@@ -59,8 +59,8 @@ PROMPTS = 64
 SHORTER = 5.0
 """Steps of agents over those of RLVR, in which a fault must happen before the run ends."""
 
-LIMIT_S = 420.0
-"""Longest run, with its restarts."""
+LIMIT_S, SETTLE_S = 420.0, 2.0
+"""Longest run, with its restarts; time after which a file that no process uses is left over."""
 
 ENGINE, IN_UPDATE, TRAINER, ROLLOUTER, WORKER, DRIVER, CHECKPOINT = (
     "engine",
@@ -293,7 +293,7 @@ def play(number: int, model: Path, seed: int, pipelines: Sequence[str] = PIPELIN
     else:
         each.problems += accounting(folder, each)
     each.problems += [f"process left: {name}" for name in still_running(folder, run.pid, 15.0)]
-    each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in sorted(shared_files() - before)]
+    each.problems += [f"left in {SHARED_MEMORY}: {name}" for name in left_in_shared_memory(before)]
     sessions = temporary_folder().glob(f"{PREFIX}*/ray/session_*_{run.pid}")
     each.problems += [f"Ray session left: {path}" for path in sessions]
     log = folder / "run" / EVENTS_FILE
@@ -391,6 +391,17 @@ def _knows(process: psutil.Process, folder: str) -> bool:
 def shared_files() -> set[str]:
     """Names of the files in shared memory."""
     return {path.name for path in SHARED_MEMORY.iterdir()}
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Names of later files that no process uses, now and SETTLE_S later; other programs may share the machine."""
+    left = shared_files() - before
+    for pause in (0.0, SETTLE_S if left else 0.0):
+        time.sleep(pause)
+        used = used_files(SHARED_MEMORY)
+        keys = {name: file_key(SHARED_MEMORY / name) for name in left}
+        left = {name for name, key in keys.items() if key is not None and key not in used}
+    return sorted(left)
 
 
 def main() -> None:

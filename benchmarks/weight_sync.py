@@ -1,11 +1,13 @@
 """Bytes per second of a weight update from TP2 training to one engine, against a plain gloo broadcast.
 
-    python -m benchmarks.weight_sync --json FILE
+    python -m benchmarks.weight_sync --json FILE [--lora]
 
 The plain broadcast sends the same number of bytes between two other processes, after the engine and the training ranks
 have stopped. The time of a weight update covers all of it: pause, begin, gather over tensor parallel ranks, transfer,
 loading, cache flush and resume. Both transports are measured. The checks are on shared memory, which a run on one CPU
 machine uses; `ratio.broadcast` is the gloo transport.
+
+With `--lora`: an update of adapters of LORA_RANK against one of all weights, of a model of 0.5B parameters.
 """
 
 from __future__ import annotations
@@ -34,6 +36,21 @@ TARGET_PAUSE_RATIO = 2.0
 BUCKET_MB = 128
 """Splits the large model into two buckets, so that writing and loading overlap; the default needs one."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
+
+LORA_RANK, LORA_REPEATS, TARGET_ADAPTERS = 32, 3, 0.05
+"""Rank of the adapters, updates of each kind, and most seconds of adapters as a fraction of those of all weights."""
+HALF_BILLION: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+"""As Qwen2.5-0.5B."""
 
 LARGE: dict[str, Any] = {
     "vocab_size": 8192,
@@ -78,6 +95,35 @@ def measure() -> Measurement:
         at_most("weight_sync: pause with 128 running requests over a broadcast", pause, TARGET_PAUSE_RATIO),
         at_most("weight_sync: seconds of a weight update, tiny model", tiny_seconds, TARGET_TINY_S),
     ]
+
+
+def measure_lora() -> Measurement:
+    """Reports of updates of adapters, and of all weights with them added, each to an engine of its own."""
+    from roll.distributed.weights.adapters import AdapterSynchronizer
+    from roll.distributed.weights.synchronizer import WeightSynchronizer
+
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for name, kind in (("adapters", AdapterSynchronizer), ("weights", WeightSynchronizer)):
+        way: Any = "adapter" if name == "adapters" else "merged"
+        with tempfile.TemporaryDirectory() as root, _clusters(Path(root), HALF_BILLION, way) as (config, train, infer):
+            reports[name] = asyncio.run(_repeat(kind(train, infer, config)))
+    seconds = {name: median([each["seconds"] for each in found[1:]]) for name, found in reports.items()}
+    raw = {"shape": HALF_BILLION, "rank": LORA_RANK, "reports": reports, "seconds": seconds}
+    share, pause = seconds["adapters"] / seconds["weights"], max(each["pause_seconds"] for each in reports["adapters"])
+    return raw, [
+        at_most("weight_sync: seconds of adapters over those of all weights", share, TARGET_ADAPTERS),
+        at_most("weight_sync: pause of an update of adapters, seconds", pause, 0.0),
+    ]
+
+
+async def _repeat(synchronizer: Any) -> list[dict[str, Any]]:
+    """One update, and LORA_REPEATS more that send everything again."""
+    await synchronizer.setup()
+    reports = []
+    for version in range(1 + LORA_REPEATS):
+        synchronizer._complete.clear()
+        reports.append(asdict(await synchronizer.update_weights(version)))
+    return reports
 
 
 def _median(reports: list[dict[str, Any]], key: str) -> float:
@@ -138,8 +184,8 @@ async def _await(call: Any) -> Any:
 
 
 @contextmanager
-def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """A training cluster with TP2 and an inference cluster with one engine, on Ray."""
+def _clusters(root: Path, shape: dict[str, Any], lora_update: Any = "") -> Iterator[tuple[Any, Any, Any]]:
+    """A training cluster with TP2, of adapters with a `lora_update`, and a cluster with one engine, on Ray."""
     from roll.configs.arguments import ModelArguments, TrainModelArguments
     from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import RLVRConfig
@@ -147,7 +193,6 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         ActorInferConfig,
         ActorTrainConfig,
         MegatronTrainArguments,
-        RoleConfig,
         SGLangArguments,
     )
     from roll.distributed.cluster import Cluster
@@ -164,18 +209,23 @@ def _clusters(root: Path, shape: dict[str, Any]) -> Iterator[tuple[Any, Any, Any
         response_length=RUNNING_TOKENS,
         model_update_buffer_size_mb=BUCKET_MB,
     )
-    roles: dict[str, RoleConfig] = {
+    lora: dict[str, Any] = {"lora_target": ["all-linear"], "lora_rank": LORA_RANK} if lora_update else {}
+    loaded = {} if lora_update == "adapter" else {"load_format": "dummy"}
+    roles: dict[str, Any] = {
         "actor_train": ActorTrainConfig(
-            model_args=TrainModelArguments(dtype="fp32"),
+            model_args=TrainModelArguments(dtype="fp32", **lora),
             strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(tensor_model_parallel_size=2)),
             device_mapping=DEVICES["actor_train"],
         ),
         "actor_infer": ActorInferConfig(
             model_args=ModelArguments(dtype="fp32"),
-            strategy_args=SGLangArguments(strategy_config={"load_format": "dummy"}),
+            strategy_args=SGLangArguments(strategy_config=loaded),
             device_mapping=DEVICES["actor_infer"],
         ),
     }
+    config.actor_train, config.actor_infer = roles["actor_train"], roles["actor_infer"]
+    if lora_update:
+        config.actor_train.lora_update = lora_update
     start_ray(config, "cpu", 3)
     resources = ResourceManager("cpu", 3, DEVICES)
     clusters = {
@@ -234,4 +284,4 @@ def _broadcast(rank: int, port: int, num_bytes: int, results: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__ or "")
+    main(measure, __doc__ or "", measure_lora)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.configs.user_code import search_modules_beside
 from roll.loading.load import load_config
+from roll.trackers.files import read_metrics
 
 CONFIG_FILE = "from_python.yaml"
 """In the run's folder: what was run, so that `roll run` can continue it."""
@@ -51,9 +51,9 @@ class FinishedRun:
     interrupted: bool = False
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, float]]:
         """Every line of metrics.jsonl; `pandas.DataFrame` takes it as it is."""
-        return [json.loads(line) for line in (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+        return read_metrics(self.folder / METRICS_FILE)
 
     def report(self) -> Path:
         """Writes the page of the run, one HTML file, and returns its path."""

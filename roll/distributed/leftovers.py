@@ -73,8 +73,8 @@ def remove_leftovers(temporary: Path | None = None, shared: Path = SHARED_MEMORY
         removed.append(folder)
     if wait and {*_shared_files(shared, older=False)} - {*_shared_files(shared)}:
         time.sleep(max(SHARED_NAMES.values()))
-    candidates = {path: key for path in _shared_files(shared) if (key := _file_key(path)) is not None}
-    used = _used_files(shared) if candidates else set()
+    candidates = {path: key for path in _shared_files(shared) if (key := file_key(path)) is not None}
+    used = used_files(shared) if candidates else set()
     for path, key in candidates.items():
         if key not in used:
             with contextlib.suppress(OSError):
@@ -136,7 +136,8 @@ FileKey = tuple[int, int]
 then linked to the other."""
 
 
-def _file_key(path: Path | str) -> FileKey | None:
+def file_key(path: Path | str) -> FileKey | None:
+    """The key of a file; None where there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -144,7 +145,7 @@ def _file_key(path: Path | str) -> FileKey | None:
     return status.st_dev, status.st_ino
 
 
-def _used_files(shared: Path) -> set[FileKey]:
+def used_files(shared: Path) -> set[FileKey]:
     """The files of that folder that a process has mapped or open."""
     found: set[FileKey] = set()
     for process in psutil.process_iter():
@@ -155,5 +156,5 @@ def _used_files(shared: Path) -> set[FileKey]:
                     major, minor = (int(part, 16) for part in device.split(":"))
                     found.add((os.makedev(major, minor), int(inode)))
             opened = (file.path for file in process.open_files() if file.path.startswith(f"{shared}/"))
-            found |= {key for path in opened if (key := _file_key(path)) is not None}
+            found |= {key for path in opened if (key := file_key(path)) is not None}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -27,9 +28,13 @@ def with_server(**options: Any) -> Any:
 
 
 def servers() -> list[psutil.Process]:
-    """Those that run."""
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if each.is_running() and SERVER[1] in each.cmdline()]
+    """Those that run; one that has ended may not be waited for yet."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
+            if SERVER[1] in child.cmdline():
+                found.append(child)
+    return found
 
 
 def wait_until_none_is_left(seconds: float = 30.0) -> None:
