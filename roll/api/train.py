@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,11 @@ from roll.configs.pipeline import RLVRConfig
 from roll.configs.trackers import METRICS_FILE
 from roll.configs.user_code import search_modules_beside
 from roll.loading.load import load_config
+from roll.sandbox.isolation import signal_at_parents_end
 from roll.trackers.files import read_metrics
 
 CONFIG_FILE = "from_python.yaml"
-"""In the run's folder: what was run, so that `roll run` can continue it."""
-
-REWARD_MODULE = "reward_from_python"
-"""Module beside it that holds the function given as `reward`, which is in its pickle."""
+"""In the run's folder: the keys without overrides, with which `roll run` can continue it."""
 
 REWARD_SOURCE = '''"""The function that `roll.train` was given as the reward of this run."""
 
@@ -78,25 +78,30 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, reward: Rewar
         ConfigError: the configuration cannot be used; nothing was started.
         RunError: the run failed.
     """
-    tree: dict[str, Any] = {"defaults": [str(config)]} if isinstance(config, str | Path) else dict(config)
-    bases = tree.get("defaults", [])
-    tree["defaults"] = [str(Path(base).absolute()) for base in ([bases] if isinstance(bases, str) else bases)]
+    given = Path(config).absolute() if isinstance(config, str | Path) else None
+    tree = _with_absolute_bases({"defaults": str(given)} if isinstance(config, str | Path) else config)
     for base in tree["defaults"]:
         search_modules_beside(base)
-    with tempfile.TemporaryDirectory(prefix="roll-") as made:
-        checked = load_config(_written(tree, Path(made)), overrides)
+    with tempfile.TemporaryDirectory(prefix="roll-") as made:  # unknown keys of a base file would only be left out
+        checked = load_config(given or _written(tree, Path(made)), overrides)
     folder = Path(checked.output_dir)
     if reward is not None:
         if not isinstance(checked, RLVRConfig):
             raise RunError(f"reward: a run with pipeline {checked.pipeline} scores by itself; leave it out")
-        name = _save_reward(reward, folder)
-        tree["rewards"] = {**dict.fromkeys(checked.rewards), name: {"function": f"{REWARD_MODULE}:{name}"}}
-    file = _written(tree, folder)
+        module, name = _save_reward(reward, folder)
+        tree["rewards"] = {**dict.fromkeys(checked.rewards), name: {"function": f"{module}:{name}"}}
+    file = given if given and reward is None else _written(tree, folder)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     code = _follow([sys.executable, "-m", "roll", "run", str(file), *overrides], environment)
     if code not in (0, EXIT_INTERRUPTED):
         raise RunError(f"{folder}: the run ended with exit code {code}; its messages are above")
     return FinishedRun(folder, code == EXIT_INTERRUPTED)
+
+
+def _with_absolute_bases(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with the files that `defaults` names in the current folder."""
+    bases = keys.get("defaults", [])
+    return {**keys, "defaults": [str(Path(each).absolute()) for each in ([bases] if isinstance(bases, str) else bases)]}
 
 
 def _written(tree: Mapping[str, Any], folder: Path) -> Path:
@@ -106,15 +111,21 @@ def _written(tree: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def _save_reward(reward: RewardFunction, folder: Path) -> str:
-    """Writes the function as a module of the run's folder; returns its name, `reward` for one without."""
+def _save_reward(reward: RewardFunction, folder: Path) -> tuple[str, str]:
+    """Writes the function as a module of the run's folder, which a run that goes on there does not read.
+
+    Returns:
+        The module, and the name of the function in it: `reward` for one without a name.
+    """
     import cloudpickle
 
     name = reward.__name__ if getattr(reward, "__name__", "").isidentifier() else "reward"
+    data = cloudpickle.dumps(reward)
+    module = f"reward_{sha256(data).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{REWARD_MODULE}.pickle").write_bytes(cloudpickle.dumps(reward))
-    (folder / f"{REWARD_MODULE}.py").write_text(REWARD_SOURCE.format(name=name), encoding="utf-8")
-    return name
+    (folder / f"{module}.pickle").write_bytes(data)
+    (folder / f"{module}.py").write_text(REWARD_SOURCE.format(name=name), encoding="utf-8")
+    return module, name
 
 
 def _follow(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -127,26 +138,19 @@ def _follow(command: Sequence[str], environment: Mapping[str, str]) -> int:
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),  # which ends a run in order
     ) as process:
-        try:
-            for line in _lines(process):
-                print(line, end="", flush=True)
-        except BaseException:
-            process.terminate()
-            raise
+        assert process.stdout is not None
+        ended = False
+        while not ended:
+            try:
+                for line in process.stdout:
+                    print(line, end="", flush=True)
+                ended = True
+            except KeyboardInterrupt:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGINT)
+            except BaseException:
+                process.terminate()
+                raise
     return process.returncode
-
-
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Lines of its output, until it ends."""
-    assert process.stdout is not None
-    while True:
-        try:
-            line = process.stdout.readline()
-        except KeyboardInterrupt:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            continue
-        if not line:
-            return
-        yield line

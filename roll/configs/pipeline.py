@@ -70,7 +70,8 @@ class BaseConfig(LoopOptions, TrackerOptions):
     custom_modules: list[str] = option(
         factory=list,
         parse=one_or_many,
-        help="Modules of yours that register losses, estimators, families, trackers or transports; every process imports them.",
+        help="Modules of yours that register losses, estimators, families, trackers or transports; "
+        "every process imports them.",
     )
     validation: ValidationConfig = option(
         factory=ValidationConfig,

@@ -90,7 +90,7 @@ class Finder:
     def model(self, name: HubName, adapter: bool = False) -> Found:
         """A complete model of a commit needs no network; for a branch, the cache is used if the hub is unreachable.
 
-        So it is with an `adapter` of a model.
+        The same holds for an `adapter` of a model.
 
         Raises:
             HubError: it is not here and cannot be looked up or fetched.
@@ -98,7 +98,7 @@ class Finder:
         if name.modelscope:
             from roll.hub.modelscope import find_at_modelscope
 
-            return find_at_modelscope(name, self._whole)
+            return find_at_modelscope(name, self._whole, adapter)
         folder = cached_folder(name)
         missing = missing_adapter_files if adapter else missing_model_files
         lacking = missing(folder) if folder is not None else []

@@ -16,7 +16,16 @@ from pathlib import Path
 from roll.base.text import gibibytes
 from roll.hub.fetch import MODEL_FILES, UNUSED_MODEL_FILES, is_used
 from roll.hub.find import Found
-from roll.hub.names import CONFIG_NAME, HubError, HubName, HubUnreachable, missing_model_files, offline
+from roll.hub.names import (
+    ADAPTER_CONFIG,
+    CONFIG_NAME,
+    HubError,
+    HubName,
+    HubUnreachable,
+    missing_adapter_files,
+    missing_model_files,
+    offline,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +47,10 @@ def cached_model(name: HubName) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def find_at_modelscope(name: HubName, whole: bool) -> Found:
-    """The files of a model that a run needs; fetches config.json, and with `whole` all that the cache lacks.
+def find_at_modelscope(name: HubName, whole: bool, adapter: bool = False) -> Found:
+    """The files of a model, or of an adapter, that a run needs.
+
+    Fetches its configuration, and with `whole` all that the cache lacks.
 
     The library shows its progress and continues partial files.
 
@@ -47,7 +58,8 @@ def find_at_modelscope(name: HubName, whole: bool) -> Found:
         HubError: it is not in the cache, and cannot be looked up or fetched.
     """
     folder = cached_model(name)
-    if folder is not None and not missing_model_files(folder):
+    missing = missing_adapter_files if adapter else missing_model_files
+    if folder is not None and not missing(folder):
         sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
         return Found(name, list(sizes), sum(sizes.values()), 0)
     with _library_errors(name):
@@ -63,7 +75,7 @@ def find_at_modelscope(name: HubName, whole: bool) -> Found:
             used = {"allow_patterns": list(MODEL_FILES), "ignore_patterns": list(UNUSED_MODEL_FILES)}
             snapshot_download(name.repo, revision=name.revision, **used)
         else:
-            model_file_download(name.repo, CONFIG_NAME, revision=name.revision)
+            model_file_download(name.repo, ADAPTER_CONFIG if adapter else CONFIG_NAME, revision=name.revision)
     return Found(name, list(sizes), size, size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -224,7 +225,8 @@ def test_sixty_updates_leave_no_more_adapters_and_no_more_memory(world: World) -
         counts.append(loaded(report))
         sizes.append(memory())
     assert counts == [RATIO + 1] * 60
-    assert sizes[-1] - sizes[19] < 60 * report.bytes / 2, "less than half of what was sent since"
+    grown = statistics.median(sizes[50:]) - statistics.median(sizes[10:20])
+    assert grown < 40 * report.bytes / 2, "less than half of what was sent since"
 
 
 @pytest.mark.parametrize("fault", ["damaged", "another rank", "a stage is missing"])

@@ -99,6 +99,7 @@ def test_adapters_are_sent_while_requests_run_and_every_prompt_is_accounted_for(
     assert code == 0, output
     steps = [line for line in lines(tmp_path) if line["step"]]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert max(line["staleness/max"] for line in steps) == 1, "no response began before an update and ended after it"
     for line in steps:
         dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
         kept = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]

@@ -252,7 +252,8 @@ def check_adapter_updates(config: RLConfig) -> Iterator[Finding]:
         return
     if why := without_base(config, platform):
         yield error("actor_train.lora_update", f"adapter needs engines that load the model, and {why}; use merged")
-    if "in_flight_policy" in config.source.given:
+    certain = config.platform != "auto" or config.actor_train.lora_update == "adapter"
+    if certain and "in_flight_policy" in config.source.given:
         message = f"{config.in_flight_policy} has no effect: with lora_update adapter a response keeps its adapter"
         yield warning("in_flight_policy", message)
 

@@ -299,7 +299,7 @@ class InferWorker(Worker):
         adapter = await self.adapters.load(version, stages)
         request = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
         answer = await self.generation.try_adapter(request, adapter)
-        if answer.error is not None:
+        if answer.error is not None or len(answer.response_ids) != 1:
             await self.adapters.unload(lambda loaded: loaded == version)
             raise EngineError(f"{self.rank.name}: generates nothing with adapter version {version}: {answer.error}")
         self.adapters.newest = adapter

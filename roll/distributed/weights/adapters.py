@@ -16,7 +16,7 @@ from roll.distributed.weights.synchronizer import WeightSynchronizer
 
 
 class AdapterSynchronizer(WeightSynchronizer):
-    """Sends adapters to engines that have the weights below them, and does not pause these.
+    """Sends adapters, without a pause, to engines that have the weights below them.
 
     Requests keep the adapter that they began with, and later ones get the new one. A failed attempt leaves an engine
     as it was: it serves the version before. Names and bytes of what arrives are always compared with what was sent.
@@ -26,7 +26,7 @@ class AdapterSynchronizer(WeightSynchronizer):
     """A version and its adapters, which restarted engines get too."""
 
     async def setup(self) -> None:
-        """As of weights."""
+        """Checks what the stages send, as for weights; every update is verified."""
         await super().setup()
         self.verifies_all = True
 

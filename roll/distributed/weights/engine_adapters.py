@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +30,14 @@ class LoadedAdapter:
 
     Attributes:
         version: of the weights that it is.
-        lora_id: SGLang's name of it in requests.
+        name: SGLang's name of it, in loads and unloads.
+        lora_id: SGLang's id of it, in requests.
         checksums: of what it was loaded from.
         requests: names of those that were sent with it and may not have ended.
     """
 
     version: int
+    name: str
     lora_id: str
     checksums: list[str]
     requests: set[str] = field(default_factory=set)
@@ -52,6 +55,8 @@ class EngineAdapters:
         self._engine, self._kept, self._timeout_s = engine, versions_ahead(ratio), timeout_s
         self._loaded: dict[int, LoadedAdapter] = {}
         self._one_change = asyncio.Lock()
+        self._numbers = itertools.count()
+        """For names: SGLang refuses a second adapter of a name, also of one that it has loaded too late."""
         self.newest: LoadedAdapter | None = None
 
     @property
@@ -80,8 +85,8 @@ class EngineAdapters:
             if checksums != [stage.checksum for stage in stages]:
                 raise EngineError(f"{self._engine.name}: the adapter of version {version} arrived damaged")
             if version not in self._loaded:
-                lora_id = await self._load(f"policy@{version}", stages)
-                self._loaded[version] = LoadedAdapter(version, lora_id, checksums)
+                name = f"policy@{version}.{next(self._numbers)}"
+                self._loaded[version] = LoadedAdapter(version, name, await self._load(name, stages), checksums)
             elif self._loaded[version].checksums != checksums:
                 raise EngineError(f"{self._engine.name}: has another adapter of version {version}")
             return self._loaded[version]
@@ -125,7 +130,7 @@ class EngineAdapters:
                 adapter.requests &= states.keys()
                 if not adapter.requests and chosen(version):
                     del self._loaded[version]
-                    await self._unload(f"policy@{version}")
+                    await self._unload(adapter.name)
 
     async def _unload(self, name: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput

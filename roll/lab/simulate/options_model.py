@@ -53,7 +53,7 @@ def build_cost_model(config: RLConfig, options: argparse.Namespace, hardware: Ha
     _check_options(config, options)
     notes: list[str] = []
     platform = resolve_platform(config, hardware, Report())[0]
-    measured = _measurements(config, options, notes)
+    measured = _measurements(config, options, notes, platform)
     if options.doubling_batch is None and fit_doubling_batch(measured) is None:
         notes.append(
             f"cost of a larger decode batch: not measured, default of {platform} assumed (set it with --doubling-batch)"
@@ -88,11 +88,10 @@ def _check_options(config: RLConfig, options: argparse.Namespace) -> None:
         raise option_error(missing, message)
 
 
-def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str]) -> Measurements:
+def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str], platform: str) -> Measurements:
     """Measurements of --from, with options in place of single values; or all from options."""
     given = {name: getattr(options, name) for name in ("generate", "train", "log_probs", "reward", "weight_update")}
-    adapters = config.adapters("cpu" if config.platform == "cpu" else "cuda")
-    given["weight_update_pause"] = options.weight_update if adapters is None else 0.0
+    given["weight_update_pause"] = options.weight_update
     given = {name: seconds for name, seconds in given.items() if seconds is not None}
     if options.from_run is None:
         limit = float(config.response_length or 1)
@@ -100,14 +99,21 @@ def _measurements(config: RLConfig, options: argparse.Namespace, notes: list[str
             message = f"response lengths: not measured, all assumed to be response_length = {limit:g} tokens"
             notes.append(f"{message} (set them with --response-length)")
         lengths = options.response_length or (limit, limit)
-        return Measurements(replace(RunShape.of(asdict(config)), ratio=0.0), StepTimes(**given), *lengths)
+        times = _without_pause(StepTimes(**given), config, platform)
+        return Measurements(replace(RunShape.of(asdict(config)), ratio=0.0), times, *lengths)
     measured = read_measurements(options.from_run, "--from")
     times = replace(measured.times, **given)
     if times != measured.times:
         times = replace(times, step=None)
         notes.append("driver overhead: 0 assumed, because options replace times of the run")
     mean, longest = options.response_length or (measured.mean_length, measured.max_length)
+    times = _without_pause(times, config, platform)
     return replace(measured, times=times, mean_length=mean, max_length=longest)
+
+
+def _without_pause(times: StepTimes, config: RLConfig, platform: str) -> StepTimes:
+    """Engines that get adapters go on generating."""
+    return times if config.adapters(platform) is None else replace(times, weight_update_pause=0.0)
 
 
 def _core_sharing(config: RLConfig, platform: str, hardware: Hardware) -> float:
