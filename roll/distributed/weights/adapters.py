@@ -25,10 +25,10 @@ class AdapterSynchronizer(WeightSynchronizer):
     _packed: tuple[int, list[StageAdapters]] | None = None
     """A version and its adapters, which restarted engines get too."""
 
-    async def setup(self) -> None:
-        """Checks what the stages send, as for weights; every update is verified."""
-        await super().setup()
-        self.verifies_all = True
+    @property
+    def verifies_all(self) -> bool:
+        """Names and bytes of adapters are compared in every update."""
+        return True
 
     async def _attempt(
         self, version: int, verify: bool, engines: list[int], alone: bool = False

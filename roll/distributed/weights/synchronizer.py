@@ -68,7 +68,6 @@ class WeightSynchronizer:
 
     Attributes:
         stale_weights: whether the engines hold weights of no version.
-        verifies_all: whether every update is verified.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class WeightSynchronizer:
         self._transport = (transport or choose_transport(train, infer, config.weight_transport))(
             train, infer, config.sync_timeout_s, config.model_update_buffer_size_mb * MEGABYTE
         )
-        self.verifies_all = config.verify_weights == "always"
         self._to_verify = 1 if devices is None else 2
         """Updates still to verify with `verify_weights: first`: the first one, and with shared devices also the second,
         which is the first to engines that have discarded their weights."""
@@ -107,6 +105,11 @@ class WeightSynchronizer:
         self._unanswered = 0
         """Updates of restarted engines, one after the other, in which a training rank did not answer."""
         self.stale_weights = False
+
+    @property
+    def verifies_all(self) -> bool:
+        """Whether every update is verified."""
+        return self._config.verify_weights == "always"
 
     async def setup(self) -> None:
         """Collects what every pipeline stage sends, and checks it.
