@@ -3,8 +3,8 @@
     python -m benchmarks.routing_agreement --json FILE
 
 A mixture of experts with random weights is trained at several ratios with router replay, which trains every token with
-the experts of the engine and counts those that it would have chosen itself: without replay, these are the experts that
-it is trained with. At ratio 0 engine and trainer have equal weights.
+the experts of the engine and counts how many the trainer would have chosen itself. Without replay the trainer's own
+experts are trained. At ratio 0 engine and trainer have equal weights.
 """
 
 from __future__ import annotations

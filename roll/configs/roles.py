@@ -229,7 +229,7 @@ class RouterReplayOptions:
 
     mode: Literal["disable", "R2", "R3"] = option(
         "disable",
-        "disable: experts that the trained model chooses; R2: those that it chose in the pass of the old log-probs; "
+        "disable: experts that the trained model chooses; R2: its experts in the pass of the old log-probs; "
         "R3: experts with which the engine sampled the token.",
         only_for=POLICY_LOSS,
     )

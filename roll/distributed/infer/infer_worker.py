@@ -301,7 +301,8 @@ class InferWorker(Worker):
         answer = await self.generation.try_adapter(request, adapter)
         if answer.error is not None or len(answer.response_ids) != 1:
             await self.adapters.unload(lambda loaded: loaded == version)
-            raise EngineError(f"{self.rank.name}: generates nothing with adapter version {version}: {answer.error}")
+            why = answer.error or "no token"
+            raise EngineError(f"{self.rank.name}: generates nothing with adapter version {version}: {why}")
         self.adapters.newest = adapter
         self.receiver.serve(version)
         await self.adapters.unload_old()

@@ -33,7 +33,7 @@ class LoadedAdapter:
         name: SGLang's name of it, in loads and unloads.
         lora_id: SGLang's id of it, in requests.
         checksums: of what it was loaded from.
-        requests: names of those that were sent with it and may not have ended.
+        requests: names of requests that were sent with it and may not have ended.
     """
 
     version: int
@@ -64,7 +64,7 @@ class EngineAdapters:
         return sorted(self._loaded)
 
     def use(self, adapter: LoadedAdapter, request: str) -> str:
-        """The name of the adapter for a request that is sent now.
+        """SGLang's id of the adapter, for a request that is sent now.
 
         Raises:
             ValueError: it is not loaded any more.

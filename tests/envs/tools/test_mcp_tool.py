@@ -28,7 +28,7 @@ def with_server(**options: Any) -> Any:
 
 
 def servers() -> list[psutil.Process]:
-    """Those that run; one that has ended may not be waited for yet."""
+    """Servers that run; one that has ended may not be waited for yet."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a ZombieProcess is one
