@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-real demo-agentic test test-fast lint format bench docs plan rehearse clean
+.PHONY: help setup demo demo-real demo-agentic test test-fast lint format bench docs site plan rehearse clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,11 +26,13 @@ setup: $(READY) ## install everything into .venv
 # PyTorch is installed first, so that TORCH_INDEX_ARGS can choose its build, and with the libraries that this build needs. The
 # requirement files are complete; triton there is another version than the one of PyTorch's build for CUDA.
 # Byte-compilation runs last, on all cores (pip would use one); files of packages that are not valid Python 3.11 are skipped.
+# An earlier installation named roll is removed: SGLang would load the plug-ins of both.
 $(READY): requirements/cpu.txt requirements/dev.txt setup.py $(wildcard requirements/site-packages/*)
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or 3.12, or set PYTHON=PATH" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) $(TORCH_INDEX_ARGS) "$$(grep ^torch== requirements/cpu.txt)"
 	$(PIP) --no-deps --requirement requirements/cpu.txt --requirement requirements/dev.txt
+	$(BIN)/python -m pip uninstall -qq --yes roll
 	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
@@ -67,6 +69,10 @@ docs: setup ## regenerate the pages made from the code
 	$(BIN)/python -c 'from roll.trackers.metrics import markdown; print(markdown(), end="")' > docs/metrics.md
 	$(BIN)/python -m roll.loading.reference
 	$(BIN)/python -m examples.algorithms.pages
+	$(BIN)/python -m scripts.chinese_pages
+
+site: setup ## build the site in English and Chinese into output/site; a broken link is an error
+	$(BIN)/python -m scripts.build_site
 
 plan: setup ## show what CONFIG would run where
 	$(BIN)/roll plan $(CONFIG) --elsewhere
@@ -76,5 +82,5 @@ rehearse: setup ## run every recipe of RECIPES in miniature, three to four minut
 	test -z "$$failed" || { echo "not every part was exercised of:$$failed" >&2; exit 1; }
 
 clean: ## remove the output of runs and tools, but not .venv
-	rm -rf output build dist roll.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf output build dist roll_posttraining.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -40,6 +40,7 @@ HELP = {
     "run": "train as configured in a YAML file",
     "plan": "show what stops a configuration, its devices, batch sizes and memory, without starting it",
     "convert": "print a file of ROLL or verl with the keys of this project, with a comment on every change",
+    "compare": "recompute advantages, loss and gradient of a batch that verl, slime or TRL has written",
     "doctor": "measure every device and link of a configuration, and name the nodes that are slow",
     "rehearse": "run a configuration in miniature on this CPU, and report what was exercised",
     "simulate": "predict step time, idle time and staleness, and search for a better device split and ratio",
@@ -49,12 +50,14 @@ HELP = {
     "report": "write the page of one or several runs: findings, curves, time, samples, configuration",
     "watch": "serve the page of a run on this machine, up to date while the run goes on",
     "explain": "say which samples and tokens moved the weights in a step",
+    "serve": "serve Tinker's API: training and sampling for programs with its client",
 }
 """What each command does, for --help."""
 
 TOOLS = {
     "plan": "roll.plan.command",
     "convert": "roll.tools.convert",
+    "compare": "roll.tools.compare.command",
     "doctor": "roll.tools.doctor.command",
     "rehearse": "roll.lab.rehearse.command",
     "simulate": "roll.lab.simulate.command",
@@ -64,10 +67,11 @@ TOOLS = {
     "report": "roll.report.command",
     "watch": "roll.report.watch",
     "explain": "roll.report.explain_command",
+    "serve": "roll.serve.command",
 }
 """Command -> the module that defines it, with `run(arguments)` and, but for convert, `add_options(parser)`."""
 
-HANDLE_INTERRUPT = ("run", "ablate", "watch")
+HANDLE_INTERRUPT = ("run", "ablate", "watch", "serve")
 """Commands with something to end in order at Ctrl-C; it ends the others at once."""
 
 

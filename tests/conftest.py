@@ -30,7 +30,7 @@ from hypothesis import settings
 settings.register_profile("no deadline", deadline=None)  # on a busy machine any example may take long
 settings.load_profile("no deadline")
 
-LEAVE_S = 15.0
+LEAVE_S = 120.0
 """Time for processes to end after the tests; Ray's own daemons take a few seconds."""
 
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"

@@ -38,6 +38,7 @@ ORDER = [
     "report",
     "lab",
     "api",
+    "serve",
 ]
 """A folder imports from those above it and from its own."""
 
@@ -49,7 +50,7 @@ ENGINE_FREE = ORDER[: ORDER.index("platforms")]
 
 ENGINES = {"ray", "sglang", "megatron"}
 
-COMMANDS = ("tools", "report", "lab")
+COMMANDS = ("tools", "report", "lab", "serve")
 """Folders that only the command line imports."""
 
 MARK = "pytest.mark.integration"

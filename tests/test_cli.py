@@ -61,9 +61,7 @@ def test_plan_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_invalid_file_is_explained_without_a_traceback(tmp_path: Path) -> None:
     file = write(tmp_path, RLVR + "learning_rate: 1e-6\n")
-    run = subprocess.run(
-        [sys.executable, "-m", "roll", "plan", str(file)], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    run = subprocess.run([sys.executable, "-m", "roll", "plan", str(file)], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2
     assert run.stdout == ""
     message = "learning_rate: unknown key; this key belongs at actor_train.training_args.learning_rate"
@@ -202,7 +200,7 @@ def test_a_plan_in_a_pipe_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("module", ["roll", "roll.cli"])
 def test_modules_run_as_commands(module: str) -> None:
-    run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    run = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 2
     assert run.stderr.endswith("the following arguments are required: config\n")
 
@@ -212,7 +210,7 @@ def test_scripts_run_the_launcher(tmp_path: Path, pipeline: str) -> None:
     script = ROOT / "examples" / f"start_{pipeline}_pipeline.py"
     write(tmp_path, {"rlvr": RLVR, "sft": SFT}[pipeline], "mine.yaml")
     command = [sys.executable, str(script), "--config_path", ".", "--config_name", "mine", f"pretrain={MODEL}"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 2
     assert "train.jsonl is not a file on this machine" in run.stderr and "Traceback" not in run.stderr
 
@@ -244,7 +242,6 @@ def test_modules_beside_the_file_are_found_by_the_installed_script_in_every_proc
         text=True,
         cwd=tmp_path / "elsewhere",
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
     )
     assert run.returncode == 2
     assert run.stderr.startswith(
@@ -260,7 +257,7 @@ def test_files_of_the_current_folder_replace_no_standard_module_in_a_command_or_
     data = write(tmp_path, '{"prompt": "1+1=", "ground_truth": "2"}\n', "train.jsonl")
     file = write(tmp_path, RLVR.replace("train.jsonl", str(data)) + 'rewards: {mine: {function: "mine:score"}}\n')
     command = [sys.executable, "-m", "roll", "plan", str(file)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.stderr.startswith("mine.py:3: ValueError: None\n")
 
 
@@ -276,7 +273,7 @@ def test_help_imports_few_modules_and_not_the_configuration() -> None:
         "heavy = {'numpy', 'pyarrow', 'roll.configs.pipeline', 'roll.loading'}\n"
         "print(len(sys.modules), *sorted(heavy & {*sys.modules}))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count, *heavy = run.stdout.splitlines()[-1].split()
     assert heavy == [] and int(count) < 500
 
@@ -289,7 +286,7 @@ def test_help_and_errors_of_arguments_import_no_heavy_library_and_a_plan_no_tool
         f"for arguments in {commands}:\n    with contextlib.suppress(SystemExit):\n        main(arguments)\n"
         f"    print(arguments, 'imported', *sorted({HEAVY} & {{*sys.modules}}))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     imported = [line.partition("] imported")[2].split() for line in run.stdout.splitlines() if "] imported" in line]
     assert len(imported) == len(commands) and imported[0] == []
     assert {name for names in imported for name in names} <= {"roll.lab", "roll.tools"}

@@ -29,7 +29,8 @@ FILE = re.compile(
 PYTHON_FILE = re.compile(r"(?<![\w./>-])\w+\.py\b")
 """A Python file without its folder."""
 
-MODULE = re.compile(r"(?<![\w./-])roll(?!\.egg)(?:\.[A-Za-z_]\w*)+")
+MODULE = re.compile(r"(?<![\w./-])(?<!worker_cls: )roll(?!\.egg)(?:\.[A-Za-z_]\w*)+")
+"""A module of this package; `worker_cls` names classes of Alibaba's ROLL."""
 
 
 def prose(path: Path) -> str:

@@ -44,6 +44,16 @@ def sft(
     return aggregate(-log_probs, mask, "token-mean", scale), metrics
 
 
+@LOSSES.register("gradient")
+def given_gradient(
+    log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of g log pi over the tokens of `response_mask`; g is `gradients` [b, T], of a loss computed elsewhere."""
+    mask = micro["response_mask"]
+    metrics = {} if entropy is None else {"entropy": _token_mean(entropy, mask, scale)}
+    return (masked(micro["gradients"], mask) * masked(log_probs, mask)).sum(), metrics
+
+
 @LOSSES.register("policy")
 def policy(
     log_probs: Tensor, entropy: Tensor | None, micro: Mapping[str, Tensor], scale: LossScale, config: PolicySettings

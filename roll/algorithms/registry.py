@@ -21,7 +21,7 @@ class Algorithm:
 
     Attributes:
         name: in the YAML.
-        formula: its docstring is the entry in docs/algorithms.md.
+        formula: its docstring is the entry in docs/algorithms.
         options: dataclass of its keys. Those of an algorithm of the user are in `custom_options.<name>` of the YAML.
         check: f(options, configuration) -> what is wrong with them.
     """

@@ -1,1 +1,1 @@
-"""Runs from Python: `roll.train`."""
+"""Runs from Python: `roll.train`, and `roll.open` for a training loop of the caller."""

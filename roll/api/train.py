@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +14,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from roll.api.checked import checked_config, write_keys
 from roll.base.errors import RunError
 from roll.base.terminal import EXIT_INTERRUPTED
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.trackers import METRICS_FILE
-from roll.configs.user_code import search_modules_beside
-from roll.loading.load import load_config
 from roll.sandbox.isolation import signal_at_parents_end
 from roll.trackers.files import read_metrics
-
-CONFIG_FILE = "from_python.yaml"
-"""In the run's folder: the keys without overrides, with which `roll run` can continue it."""
 
 REWARD_SOURCE = '''"""The function that `roll.train` was given as the reward of this run."""
 
@@ -72,43 +65,25 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, reward: Rewar
         config: a YAML file, or its keys; files that `defaults` names in keys are relative to the current folder.
         overrides: `a.b=value`, values in YAML.
         reward: the only reward of the run: a function with parameters such as `response` and `ground_truth`
-            (docs/rewards.md). It may be defined in a notebook; what it refers to there is copied.
+            (docs/rewards/own.md). It may be defined in a notebook; what it refers to there is copied.
 
     Raises:
         ConfigError: the configuration cannot be used; nothing was started.
         RunError: the run failed.
     """
-    given = Path(config).absolute() if isinstance(config, str | Path) else None
-    tree = _with_absolute_bases({"defaults": str(given)} if isinstance(config, str | Path) else config)
-    for base in tree["defaults"]:
-        search_modules_beside(base)
-    with tempfile.TemporaryDirectory(prefix="roll-") as made:  # unknown keys of a base file would only be left out
-        checked = load_config(given or _written(tree, Path(made)), overrides)
-    folder = Path(checked.output_dir)
+    given = checked_config(config, overrides)
+    checked, tree, folder = given.config, given.tree, Path(given.config.output_dir)
     if reward is not None:
         if not isinstance(checked, RLVRConfig):
             raise RunError(f"reward: a run with pipeline {checked.pipeline} scores by itself; leave it out")
         module, name = _save_reward(reward, folder)
         tree["rewards"] = {**dict.fromkeys(checked.rewards), name: {"function": f"{module}:{name}"}}
-    file = given if given and reward is None else _written(tree, folder)
+    file = given.file if given.file and reward is None else write_keys(tree, folder)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     code = _follow([sys.executable, "-m", "roll", "run", str(file), *overrides], environment)
     if code not in (0, EXIT_INTERRUPTED):
         raise RunError(f"{folder}: the run ended with exit code {code}; its messages are above")
     return FinishedRun(folder, code == EXIT_INTERRUPTED)
-
-
-def _with_absolute_bases(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with the files that `defaults` names in the current folder."""
-    bases = keys.get("defaults", [])
-    return {**keys, "defaults": [str(Path(each).absolute()) for each in ([bases] if isinstance(bases, str) else bases)]}
-
-
-def _written(tree: Mapping[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / CONFIG_FILE
-    file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    return file
 
 
 def _save_reward(reward: RewardFunction, folder: Path) -> tuple[str, str]:

@@ -180,6 +180,21 @@ def section_of(hint: Any) -> tuple[type | None, bool]:
     return (section, inner) if is_dataclass(section) and isinstance(section, type) else (None, False)
 
 
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Dotted paths of all values of a tree."""
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, where)
+        else:
+            yield where
+
+
+def and_above(path: str) -> list[str]:
+    """A dotted path and those of the sections and lists that it is in."""
+    return [path, *(path[: end.start()] for end in re.finditer(r"[.[]", path))]
+
+
 def value_at(config: Any, path: str) -> Any:
     """The value at a dotted path of a configuration or nested mapping; None if there is none."""
     for part in path.split("."):
@@ -393,6 +408,7 @@ class ConfigSource:
         report: the findings about its keys.
         tree: the values of `given` in nested mappings, interpolated and in the spelling used here; it loads as the same
             configuration.
+        needs_data: whether data files must be named; not where the caller has the prompts.
     """
 
     file: str = ""
@@ -401,6 +417,7 @@ class ConfigSource:
     notes: list[tuple[str, str]] = field(default_factory=list)
     report: Report = field(default_factory=Report)
     tree: dict[str, Any] = field(default_factory=dict)
+    needs_data: bool = True
 
     def unused(self, path: str, message: str, causes: Sequence[str], is_error: bool = True) -> Finding:
         """A key without effect: an error, unless it has none only because an override changed one of `causes`."""

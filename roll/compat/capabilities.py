@@ -48,8 +48,8 @@ def _given(paths: str, accepts: Test = bool) -> Find:
     return find
 
 
-def _of_roles(key: str, accepts: Test = bool, roles: str = MEGATRON_ROLES) -> Find:
-    return _given(" ".join(f"{role}.{key}" for role in roles.split()), accepts)
+def _of_roles(key: str, accepts: Test = bool) -> Find:
+    return _given(" ".join(f"{role}.{key}" for role in MEGATRON_ROLES.split()), accepts)
 
 
 def _is(*names: str) -> Test:

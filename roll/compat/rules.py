@@ -3,7 +3,7 @@
 A `Table` has five verbs: `rename` a name at any depth, `move` a path, read a value as one of ours, `drop` a key that
 changes nothing, with a remark, and `refuse` a key that has no counterpart. The last two are text, one rule a line:
 
-    [<role>.] sft dpo silent          begins a part: a prefix, pipelines (none: all), `silent` for no remarks
+    [<role>.] sft dpo                 begins a part: a prefix, and pipelines (none: all)
     key other_key: reason             dropped, whatever the value
     key if 1 adam* off: reason        dropped if the value is one of these, else refused
     refuse key: reason                refused
@@ -49,7 +49,6 @@ class Rule:
     accepts: Test
     reason: str
     pipelines: tuple[str, ...] = PIPELINES_WITH_RULES
-    silent: bool = False
 
     def matches(self, path: str) -> bool:
         """Whether the pattern has as many parts as the path and each of them matches."""
@@ -80,8 +79,8 @@ def read_rules(text: str, tests: Mapping[str, Test] | None = None) -> tuple[Rule
         names, _, accepted = keys.removeprefix("refuse ").partition(" if ")
         accepted = "never" if keys.startswith("refuse ") else accepted
         accepts = _any_of(accepted.split(), TESTS | dict(tests or {}))
-        pipelines = tuple(word for word in words if word != "silent") or PIPELINES_WITH_RULES
-        rules += [Rule(prefix + name, accepts, reason, pipelines, "silent" in words) for name in names.split()]
+        pipelines = tuple(words) or PIPELINES_WITH_RULES
+        rules += [Rule(prefix + name, accepts, reason, pipelines) for name in names.split()]
     return tuple(rules)
 
 
@@ -137,7 +136,7 @@ class RuleBook:
             elif value is not None and not rule.accepts(value):
                 shown = "this section" if isinstance(value, dict) else str(value)
                 problems.append(Problem(where, f"{shown} is not available: {rule.reason}"))
-            elif not rule.silent:
+            else:
                 notes.append(Problem(where, f"has no effect: {rule.reason}"))
         return kept, notes, problems
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import SECTION, Tree
+from roll.base.schema import SECTION, Tree, and_above, leaves, value_at
 from roll.compat.recipe import Recipe, shown
 from roll.compat.rules import USER_SECTIONS, RuleBook, Table, read_rules, translate_values
 from roll.compat.systems.async_trainers import (
@@ -18,6 +18,7 @@ from roll.compat.systems.async_trainers import (
     read_importance_sampling,
     read_trainer_type,
 )
+from roll.compat.systems.environments import read_tools
 from roll.compat.systems.fsdp import read_fsdp
 from roll.compat.systems.lora import read_adapters
 from roll.compat.systems.roll import ROLL
@@ -69,6 +70,9 @@ SPELLINGS = {path for path in (*RENAMED, *MOVED, WEIGHT_SWITCH, WEIGHT_RANGE) if
 OWN_NAME = "is read under its name here; keys left out have this project's defaults (docs/coming_from.md)"
 """Remark on all keys of verl that only move, of which a file may have dozens."""
 
+TAKEN = "is the default, or is read with another key"
+"""Remark on a key that was taken without any other."""
+
 SFT_ROLE = "sft_train"
 """The role that is trained in recipes of ROLL for supervised fine-tuning."""
 
@@ -93,7 +97,7 @@ def translate(
         notes: remarks of `respell`.
         overridden: paths whose values come from the command line, which win.
     """
-    recipe = Recipe(tree, overridden)
+    given, recipe = tree, Recipe(tree, overridden)
     read_buffer_size(recipe, notes)
     place_pools(recipe, pipeline)
     read_rollout_correction(recipe)
@@ -105,6 +109,7 @@ def translate(
     read_engine(recipe)
     read_fsdp(recipe)
     read_roll_keys(recipe)
+    read_tools(recipe)
     if pipeline == "dpo":
         read_pairs(recipe)
     if from_roll:
@@ -112,7 +117,21 @@ def translate(
     read_importance_sampling(recipe)
     tree, dropped, refused = RULES.apply(recipe.tree, pipeline)
     tree, values = translate_values(tree, VALUES)
-    return Translated(tree, [*recipe.notes, *dropped, *values], recipe.problems + refused)
+    remarks = [*recipe.notes, *dropped, *values]
+    return Translated(tree, remarks + _unsaid(given, tree, [*notes, *remarks]), recipe.problems + refused)
+
+
+def _unsaid(given: Tree, tree: Tree, notes: Sequence[Problem]) -> list[Problem]:
+    """A remark on each key that was taken and that no remark names."""
+    kept = {*leaves(tree), *(note.path for note in notes)}
+    above = {each for path in kept for each in and_above(path)}
+    said = set(re.findall(r"\w+", " ".join(note.message for note in notes)))
+    gone = [path for path in leaves(given) if value_at(given, path) not in (None, {})]
+    return [
+        Problem(path, TAKEN)
+        for path in gone
+        if path.rpartition(".")[2] not in said and path not in above and kept.isdisjoint(and_above(path))
+    ]
 
 
 def respell(tree: Mapping[str, Any], source: str, notes: list[Problem]) -> Tree:

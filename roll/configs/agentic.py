@@ -179,6 +179,7 @@ def _check_groups(config: AgenticConfig) -> Iterator[Finding]:
     yield from _check_unused(config)
     yield from _check_ahead(config)
     yield from _check_greedy(config)
+    yield from _check_held_out(config)
 
 
 def _check_unused(config: AgenticConfig) -> Iterator[Finding]:
@@ -206,6 +207,19 @@ def _check_greedy(config: AgenticConfig) -> Iterator[Finding]:
             f"{group} runs each task {group} times identically, since validation.generating_args.temperature is 0; "
             "use 1",
         )
+
+
+def _check_held_out(config: AgenticConfig) -> Iterator[Finding]:
+    """Rows that validation plays are not trained on."""
+    entries = config.custom_envs
+    trained = {name for tag in config.tags_of(config.train_env_manager) for name in entries[tag].tasks.file_name}
+    for tag in config.tags_of(config.val_env_manager) if config.eval_steps else ():
+        for name in sorted(trained.intersection(entries[tag].tasks.file_name)):
+            yield warning(
+                f"custom_envs.{tag}.tasks.file_name",
+                f"{name} is trained on too, so its score is not of unseen tasks; keep it out of training with "
+                "train_env_manager.tags and val_env_manager.tags",
+            )
 
 
 def _check_lengths(config: AgenticConfig) -> Iterator[Finding]:

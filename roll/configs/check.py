@@ -32,6 +32,7 @@ from roll.configs.learning.lora import check_adapter_updates, check_lora, check_
 from roll.configs.learning.rounding import check_mismatch
 from roll.configs.pipeline import BaseConfig, DPOConfig, RLConfig, RLVRConfig
 from roll.configs.roles import DEVICE_ROLES, MegatronRoleConfig
+from roll.configs.run_options import check_weight_update
 from roll.configs.scoring.rewards import check_rewards
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig, check_scoring_engine
 from roll.configs.trackers import TRACKER_OPTIONS, check_trackers
@@ -61,6 +62,7 @@ LEARNING = (
     check_shaping,
     check_sampling,
     check_adapter_updates,
+    check_weight_update,
 )
 """What is checked of a reinforcement learning run."""
 
@@ -131,7 +133,7 @@ def _check_data(config: BaseConfig) -> Iterator[Finding]:
             "validation.data_args.file_name",
             f"is empty, but eval_steps is {config.eval_steps}; set a file, or eval_steps: 0",
         )
-    if not config.actor_train.data_args.file_name:
+    if config.source.needs_data and not config.actor_train.data_args.file_name:
         yield error("actor_train.data_args.file_name", "is empty; set the JSONL or parquet files to train on")
 
 

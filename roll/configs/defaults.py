@@ -94,6 +94,11 @@ def _fill_in_lengths(config: BaseConfig) -> list[Problem]:
         needed = "".join(f", and {path}" for path, value in given.items() if not value)
         message = f"is not given; write response_length, the longest response in tokens{needed}"
         return [Problem("response_length", message)]
+    if sequence is not None and "prompt_length" not in config.source.given:
+        alone = sequence - 1
+        if isinstance(config, RLConfig):
+            alone = prompt if sequence > prompt else sequence // 2
+        prompt = config.prompt_length = alone if response is None else max(1, sequence - response)
     if response is None and sequence is not None and sequence <= prompt:
         hint = f"use more than {prompt}, or a smaller prompt_length"
         message = f"{sequence} leaves no room for a response after prompt_length {prompt}; {hint}"

@@ -19,7 +19,7 @@ from roll.algorithms.registry import UserOptions
 from roll.base.schema import Condition, needs, one_or_many, option, part
 from roll.configs.arguments import LONGEST_SAMPLING_MASK
 from roll.configs.asynchronous import DEFAULT_MAX_STALENESS, AsyncOptions, versions_ahead
-from roll.configs.learning.lora import LoraArguments, without_base
+from roll.configs.learning.lora import LoraArguments, by_policy, merging_rounds, without_base
 from roll.configs.roles import (
     DEVICE_ROLES,
     ActorInferConfig,
@@ -294,7 +294,12 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
 
     @property
     def samples_multiple(self) -> int:
-        """Batches are padded to a multiple of this many samples, so that they fill the optimizer steps of all roles."""
+        """Batches are padded to a multiple of this many samples, so that they fill the optimizer steps of all roles.
+
+        Of several policies, whose optimizer steps have all of their samples, those of each are.
+        """
+        if self.policies:
+            return self.actor_train.layout.data
         return math.lcm(*(role.samples_per_optimizer_step for role in self.trained_roles().values()))
 
     @property
@@ -315,11 +320,12 @@ class RLConfig(LearnerOptions, RolloutOptions, EngineOptions, BaseConfig):
         wanted = platform == "cuda" if self.is_offload_states is None else self.is_offload_states
         return wanted and self.shares_devices and self.async_generation_ratio == 0
 
-    def adapters(self, platform: str) -> LoraArguments | None:
-        """The adapters that engines get instead of weights."""
+    def adapters(self, platform: str) -> dict[str, LoraArguments] | None:
+        """The adapters that engines get instead of weights, by policy."""
         model, way = self.actor_train.model_args, self.actor_train.lora_update
-        sent = way == "adapter" or (way == "auto" and platform == "cuda" and not without_base(self, platform))
-        return model if sent and model.trains_adapters else None
+        usual = (platform == "cuda" or merging_rounds(self)) and not without_base(self, platform)
+        sent = way == "adapter" or (way == "auto" and (usual or bool(self.policies)))
+        return {**by_policy(model, self.policies)} if sent and model.trains_adapters else None
 
     def keeps_engines(self, platform: str) -> bool:
         """Whether engines keep their memory on GPUs that they share with the trainer."""

@@ -262,8 +262,8 @@ class ActorTrainConfig(LoraUpdateArguments, TrainedRoleConfig):
     data_args: TrainDataArguments = option(factory=TrainDataArguments, help="The training data.")
     pg_variant: str = option(
         "ppo",
-        "Policy loss; see docs/algorithms.md for the known ones. Several with weights, such as {ppo: 0.5, topr: 0.5}, "
-        "are added.",
+        "Policy loss; see docs/algorithms/policy_loss.md for the known ones. Several with weights, such as "
+        "{ppo: 0.5, topr: 0.5}, are added.",
         parse=parse_pg_variant,
         only_for=POLICY_LOSS,
     )

@@ -5,15 +5,20 @@ A pipeline's configuration inherits them; a component takes the options it reads
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from roll.base.errors import Finding, error, warning
 from roll.base.schema import YEAR_S, Condition, ConfigSource, internal, needs, option, time_text
 from roll.configs.arguments import ENGINE_RUNS, pipelines
 from roll.configs.asynchronous import AsyncOptions
 from roll.configs.devices.system_envs import environment
-from roll.configs.learning.lora import LoraArguments
+from roll.configs.learning.lora import LoraArguments, PoliciesOptions
 from roll.configs.roles import ActorTrainConfig, TrainedRoleConfig
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import RLConfig
 
 
 @dataclass
@@ -30,7 +35,11 @@ class DataOptions:
         parse=time_text,
     )
     prompt_length: int = option(
-        1024, "Longest prompt in tokens; longer ones are dropped and counted.", ge=1, usual=(1, 1e7)
+        1024,
+        "Longest prompt in tokens; longer ones are dropped and counted. Default with a sequence_length of at most "
+        "1024: half of it; where responses are given (sft, dpo, reward_model): all but one token of it.",
+        ge=1,
+        usual=(1, 1e7),
     )
     response_length: int | None = option(None, "Longest response in tokens.", ge=1, usual=(1, 1e7))
     sequence_length: int | None = option(
@@ -136,6 +145,12 @@ class WeightUpdateOptions:
         "`auto` chooses by the devices.",
         only_for=ENGINE_RUNS,
     )
+    weight_update: Literal["full", "delta"] = option(
+        "full",
+        "`delta`: engines that have the version before get only the values that have changed; every update is then "
+        "verified. Needs bf16, in which most weights stay the same in a step.",
+        only_for=ENGINE_RUNS,
+    )
     sync_timeout_s: float = option(
         60.0, "Maximum duration of one weight update.", gt=0, usual=(0.1, 86400.0), only_for=ENGINE_RUNS
     )
@@ -165,7 +180,7 @@ class SeedOptions:
 
 
 @dataclass
-class WorkerOptions(WeightUpdateOptions, SeedOptions, ProcessOptions, DataOptions):
+class WorkerOptions(PoliciesOptions, WeightUpdateOptions, SeedOptions, ProcessOptions, DataOptions):
     """What the workers of every role read."""
 
     pretrain: str | None = option(
@@ -246,8 +261,8 @@ class EngineOptions(EngineHealthOptions, AsyncOptions, WorkerOptions):
         """Whether engines and trainer hold memory of the same devices in turns, on `platform`, cpu or cuda."""
         return False
 
-    def adapters(self, platform: str) -> LoraArguments | None:
-        """The adapters that engines on `platform`, cpu or cuda, get instead of weights; None where they get weights."""
+    def adapters(self, platform: str) -> dict[str, LoraArguments] | None:
+        """The adapters that engines on `platform`, cpu or cuda, get, by policy; None where they get weights."""
         return None
 
     @property
@@ -296,3 +311,23 @@ class RolloutOptions(AsyncOptions, SeedOptions):
     def groups_per_batch(self) -> int:
         """Number of groups of samples of one step; in RLVR a group is the samples of one prompt."""
         return self.rollout_batch_size
+
+
+def check_weight_update(config: RLConfig) -> Iterator[Finding]:
+    """Deltas need engines that keep the bits of actor_train, and a dtype in which most of these stay the same."""
+    if config.weight_update == "full":
+        return
+    path, platform = "weight_update", "cpu" if config.platform == "cpu" else "cuda"
+    training, sampling = config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype
+    if training == "fp32":
+        why = "in fp32 nearly every value changes at each step, and its position would be sent too"
+        yield error(path, f"delta: {why}; use full, or actor_train.model_args.dtype bf16")
+    elif sampling != training:
+        yield error(
+            path, f"delta: actor_infer converts {training} to {sampling}; use full, or {training} in actor_infer"
+        )
+    if config.adapters(platform) is not None:
+        yield warning(path, "delta has no effect: engines get adapters alone; leave it out, or set lora_update: merged")
+    elif config.takes_turns(platform):
+        why = "actor_infer discards its weights in turns with actor_train"
+        yield error(path, f"delta: {why}; use full, or devices of their own")

@@ -13,6 +13,10 @@ ROUTING = "routing"
 """Column of `non_tensor_batch`: the experts of each token of a sample [tokens, layers, k], as in its trajectory."""
 
 
+POLICY = "policy"
+"""Which of several policies: the column of a batch, and the name in `meta_info` of a call."""
+
+
 class Batch:
     """Samples; operations return a new object that shares tensors with this one where it can.
 

@@ -22,13 +22,8 @@ Sample = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
 A response token with NO_VERSION, such as one of an observation between two turns, is not trained on."""
 
 
-def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
-    """Collates generated samples.
-
-    Args:
-        samples: at least one. The three response lists of a sample have the same length.
-        pad_token_id: padding of `input_ids`; masked by the attention mask.
-        round_to: T is the longest sample rounded up to a multiple of this.
+def collate_samples(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Collates generated samples, at least one; T is the length of the longest.
 
     Returns:
         Tensors [B, T]: `input_ids`, `attention_mask`, `position_ids` int64; `response_mask` bool, true for sampled
@@ -43,7 +38,7 @@ def collate_samples(samples: Sequence[Sample], pad_token_id: int = 0, round_to: 
                 f"sample {number}: {len(response)} response tokens, {len(log_probs)} log-probs and "
                 f"{len(versions)} versions; the numbers must be equal"
             )
-    tensors = _collate_tokens([(prompt, response) for prompt, response, _, _ in samples], pad_token_id, round_to)
+    tensors = _collate_tokens([(prompt, response) for prompt, response, _, _ in samples])
     mask = tensors["response_mask"]
     tensors["behavior_log_probs"] = torch.zeros(mask.shape, dtype=torch.float32)
     tensors["weight_version"] = torch.full(mask.shape, NO_VERSION, dtype=torch.int32)
@@ -81,10 +76,9 @@ def sampling_masks(masks: Sequence[Sequence[Sequence[int]]], width: int) -> dict
     return {SAMPLING_MASK: ids, SAMPLING_MASK_SIZES: sizes}
 
 
-def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, round_to: int = 1) -> dict[str, Tensor]:
+def collate_examples(examples: Sequence[SFTExample]) -> dict[str, Tensor]:
     """Collates SFT examples: the first four tensors of `collate_samples`; `response_mask` marks learned tokens."""
-    pairs = [(example.prompt_ids, example.response_ids) for example in examples]
-    tensors = _collate_tokens(pairs, pad_token_id, round_to)
+    tensors = _collate_tokens([(example.prompt_ids, example.response_ids) for example in examples])
     for row, example in enumerate(examples):
         if example.loss_mask is not None:
             start = len(example.prompt_ids)
@@ -92,7 +86,7 @@ def collate_examples(examples: Sequence[SFTExample], pad_token_id: int = 0, roun
     return tensors
 
 
-def collate_scored(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) -> dict[str, Tensor]:
+def collate_scored(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Collates sequences [B] whose value at the end is wanted: that of a reward model.
 
     A model with a value head gives the value before a token. So a token of padding follows each sequence, and
@@ -101,21 +95,18 @@ def collate_scored(sequences: Sequence[Sequence[int]], pad_token_id: int = 0) ->
     Returns:
         The first four tensors of `collate_samples` [B, T], T being one more than the longest sequence.
     """
-    return _collate_tokens([(sequence, [pad_token_id]) for sequence in sequences], pad_token_id, 1)
+    return _collate_tokens([(sequence, [0]) for sequence in sequences])
 
 
-def _collate_tokens(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], pad_token_id: int, round_to: int
-) -> dict[str, Tensor]:
+def _collate_tokens(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Tensor]:
     if not pairs:
         raise ValueError("cannot collate an empty batch: there are no samples")
     width = max(len(prompt) + len(response) for prompt, response in pairs)
-    width = -(-width // round_to) * round_to
     positions = torch.arange(width)
     starts = torch.tensor([len(prompt) for prompt, _ in pairs])[:, None]
     ends = torch.tensor([len(prompt) + len(response) for prompt, response in pairs])[:, None]
     attended = positions < ends
-    input_ids = torch.full(attended.shape, pad_token_id, dtype=torch.int64)
+    input_ids = torch.zeros(attended.shape, dtype=torch.int64)
     tokens = list(chain.from_iterable(chain.from_iterable(pairs)))
     input_ids[attended] = torch.tensor(tokens, dtype=torch.int64)
     return {

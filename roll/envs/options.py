@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from roll.base.errors import ConfigError, Problem
@@ -21,16 +22,17 @@ class Checkable(Protocol):
 Options = TypeVar("Options", bound=Checkable)
 
 
-def read_config(config_class: type[Options], env_config: Mapping[str, Any], path: str = "") -> Options:
+def read_config(config_class: type[Options], env_config: Mapping[str, Any], path: str = "", more: str = "") -> Options:
     """Options of an environment: the values of `env_config`, and defaults for the rest.
 
-    Errors name `path`, that of the section in the file. Every field of `config_class` has a default.
+    Errors name `path`, that of the section in the file; that of an unknown option ends with `more`. Every field of
+    `config_class` has a default.
 
     Raises:
         ConfigError: lists every unknown option, wrong type and value out of bounds with its path; if there are none,
             the problems between options.
     """
-    converter = Converter(_unknown_option)
+    converter = Converter(partial(_unknown_option, more))
     config = converter.overlay(env_config, config_class(), path)
     problems = converter.problems
     if not problems:
@@ -48,5 +50,5 @@ def choices(name: str, known: Iterable[str]) -> str:
     return f"{f'did you mean {like}? ' if like else ''}known: {', '.join(names)}"
 
 
-def _unknown_option(path: str, section: type, value: Any) -> list[Problem]:
-    return [unknown(path, choices(path.rpartition(".")[2], declared(section)))]
+def _unknown_option(more: str, path: str, section: type, value: Any) -> list[Problem]:
+    return [unknown(path, choices(path.rpartition(".")[2], declared(section)) + more)]

@@ -41,7 +41,7 @@ BUILT_IN_ENVS = {
 }
 """The built-in environments by `env_type`.
 
-An environment of the user needs no entry here: its `env_type` is `module:Class` (docs/environments.md). To add a
+An environment of the user needs no entry here: its `env_type` is `module:Class` (docs/environments/own.md). To add a
 built-in one:
 
 1. its class, a subclass of `TextEnv` (of `MoveEnv` for a grid game), and its options, a subclass of `EnvConfig`, in a
@@ -78,7 +78,8 @@ def make_env(env_type: str, env_config: Mapping[str, Any] | None = None, path: s
     options = {**registered, **given} if isinstance(given, Mapping) else given
     if issubclass(cls, ExternalEnv) and isinstance(options, Mapping):
         options = with_constructor_options(options)
-    config = read_config(cls.config_class, options, f"{prefix}env_config")
+    more = "; options of your own are fields of its config_class" if cls.config_class is EnvConfig else ""
+    config = read_config(cls.config_class, options, f"{prefix}env_config", more)
     if has_tools(cls.config_class):
         Toolbox(config.tools, f"{prefix}env_config.tools")
     try:
@@ -115,7 +116,7 @@ def try_environment(path: str, env_type: str, env_config: dict[str, Any]) -> Ite
         yield missing(
             f"{path}.env_type",
             f"{env_type} is not an environment of this project; known: {', '.join(BUILT_IN_ENVS)}, or write env_type: "
-            "module:Class, one of your own (docs/environments.md)",
+            "module:Class, one of your own (docs/environments/own.md)",
         )
         return
     try:

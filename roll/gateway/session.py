@@ -66,6 +66,8 @@ class AgentSession:
     requests: int = 0
     overridden: int = 0
     joined: int = 0
+    unread: int = 0
+    cut: int = 0
     failure: tuple[str, str] | None = None
     warnings: dict[str, str] = field(default_factory=dict)
     _asked: dict[int, set[int]] = field(default_factory=dict)
@@ -174,7 +176,9 @@ class AgentSession:
         text = text_until_stop(text, request.stop, keep=False)
         parse = dialogue.parse_tools if request.calls_tools else None
         call_id = f"call_{(asked.seed or 0) % 16**8:08x}"
-        message = answered(text, request.tools, parse, dialogue.parse_thoughts, call_id)
+        message, unread = answered(text, request.tools, parse, dialogue.parse_thoughts, call_id)
+        self.unread += unread
+        self.cut += result.finish_reason == "length"
         read = readable(request.messages, turn.place.known)
         self.history.add_answer(turn.place, turn.context, result, dialogue.decode(ids, ()), message, read)
         reason = "length" if result.finish_reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
@@ -202,5 +206,7 @@ class AgentSession:
             "context_tokens_repeated": 0.0 if trajectory is None else float(repeated_tokens(trajectory)),
             "overridden_sampling": float(self.overridden),
             "retries_joined": float(self.joined),
+            "unread_tool_calls": float(self.unread),
+            "cut_answers": float(self.cut),
         }
         return SessionEnd(trajectory, self.failure, metrics, warnings=self.warnings)

@@ -15,7 +15,17 @@ from roll.algorithms.policy_loss import POLICY_LOSSES
 from roll.algorithms.registry import Algorithm
 from roll.base.custom_modules import use_custom_modules
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import ConfigSource, Converter, Tree, declared, known_keys, one_or_many, value_at
+from roll.base.schema import (
+    ConfigSource,
+    Converter,
+    Tree,
+    and_above,
+    declared,
+    known_keys,
+    leaves,
+    one_or_many,
+    value_at,
+)
 from roll.base.text import nearest
 from roll.compat.capabilities import missing_capabilities
 from roll.compat.names import NAMES, SHORT_NAMES, VALUE_HINTS
@@ -29,7 +39,7 @@ from roll.configs.pipeline import DPOConfig, RewardModelConfig, RLConfig, RLVRCo
 from roll.configs.trackers import TRACKER_OPTIONS, nest_tracker_kwargs
 from roll.configs.user_code import failure_text
 from roll.loading.suggestions import VERY_SIMILAR, ForeignNames, drop_keys_of_other_roles, suggest_for
-from roll.loading.yaml_files import interpolate, leaves, merge, nesting_refused, override_tree, read_tree, referenced
+from roll.loading.yaml_files import interpolate, merge, nesting_refused, override_tree, read_tree, referenced
 
 AnyConfig = RLVRConfig | SFTConfig | AgenticConfig | DPOConfig | RewardModelConfig
 """The configuration of one run."""
@@ -71,6 +81,7 @@ def load_config(
     overrides: Sequence[str] = (),
     pipeline: str | None = None,
     try_environment: TryEnvironment | None = None,
+    needs_data: bool = True,
 ) -> AnyConfig:
     """The complete configuration of one run: interpolated, defaults filled in, every rule checked.
 
@@ -82,6 +93,7 @@ def load_config(
         pipeline: the pipeline that the file must be for; None takes its key `pipeline`, else the pipeline its other
             keys belong to, else rlvr.
         try_environment: creates an environment of `custom_envs` to check its options, which are not checked without.
+        needs_data: whether data files must be named.
 
     Raises:
         ConfigError: with every unknown key, wrong type and value out of bounds; if there are none, with every broken
@@ -92,7 +104,8 @@ def load_config(
     with nesting_refused(str(path)):
         base, top = read_tree(Path(path), notes, keys=own), override_tree(overrides, notes)
         tree, overridden = merge(base, top), set(leaves(top))
-        return build_config(tree, pipeline, str(path), notes, overridden, own | top.keys(), try_environment)
+        given = own | top.keys()
+        return build_config(tree, pipeline, str(path), notes, overridden, given, try_environment, needs_data)
 
 
 def read_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -113,6 +126,7 @@ def build_config(
     overridden: Collection[str] = (),
     own: Collection[str] | None = None,
     try_environment: TryEnvironment | None = None,
+    needs_data: bool = True,
 ) -> AnyConfig:
     """`load_config` for a mapping in memory.
 
@@ -124,12 +138,14 @@ def build_config(
         overridden: paths whose values come from the command line.
         own: top-level keys of the file itself and of the command line; None: all.
         try_environment: as in `load_config`.
+        needs_data: as in `load_config`.
     """
     lacking = missing_capabilities(tree)
     if lacking is not None:
         raise ConfigError([lacking], source)
     variables = _variables(tree)
     _check_sections(tree, source)
+    written = tree
     tree, unset = interpolate(tree, source)
     tree = {key: _with_home(value) for key, value in tree.items() if key not in variables}
     tree |= {key: _without_nulls(tree[key]) for key in NAMED if key in tree}
@@ -151,9 +167,11 @@ def build_config(
     problems += [Problem(each.path, reasons.get(each.path, each.message)) for each in converter.problems]
     if problems:
         raise ConfigError(problems, source)
-    notes = _grouped([*notes, *translations, *tracker_notes, *library_notes, *role_notes])
+    notes = [*notes, *translations, *tracker_notes, *library_notes, *role_notes]
+    notes = _grouped([*notes, *_unused(written, variables, notes)])
     given_notes = [(note.path, note.message) for note in notes]
-    config.source = ConfigSource(source, list(leaves(tree)), sorted(overridden), given_notes, tree=tree)
+    given = list(leaves(tree)), sorted(overridden), given_notes
+    config.source = ConfigSource(source, *given, tree=tree, needs_data=needs_data)
     for path, message in unset:
         config.source.report.missing_resource(path, message)
     problems = fill_in_defaults(config)
@@ -224,6 +242,14 @@ def _without_nulls(section: Any) -> Any:
 def _variables(tree: Tree) -> set[str]:
     """Top-level keys that only `${...}` reads: unknown ones that another value refers to."""
     return referenced(tree) & tree.keys() - KNOWN_KEYS - SPELLINGS
+
+
+def _unused(tree: Tree, variables: set[str], notes: Sequence[Problem]) -> list[Problem]:
+    """A remark on each variable that only keys without effect refer to."""
+    dropped = {note.path for note in notes if note.message.startswith("has no effect")}
+    effective = [path for path in leaves(tree) if dropped.isdisjoint(and_above(path))]
+    used = referenced({path: value_at(tree, path) for path in effective})
+    return [Problem(name, "has no effect: no key with an effect refers to it") for name in sorted(variables - used)]
 
 
 def _without_libraries(tree: Tree, own: Collection[str]) -> tuple[Tree, list[Problem]]:

@@ -1,4 +1,4 @@
-"""Generates the pages of keys, those here and those of other systems, and the tables of docs/algorithms.md.
+"""Generates the pages of keys, those here and those of other systems, and the tables of docs/algorithms.
 
 Run `python -m roll.loading.reference`.
 """
@@ -25,14 +25,31 @@ from roll.configs.trackers import PACKAGES, TRACKER_OPTIONS
 from roll.loading.load import PIPELINES
 from roll.models.families.registry import architectures, template_names
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
-"""The generated page."""
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
-SPELLINGS_PATH = PATH.with_name("other_spellings.md")
-"""The page of other systems' keys, generated too."""
+ALGORITHMS: dict[str, tuple[str, Mapping[str, Algorithm]]] = {
+    "algorithms/policy_loss.md": ("pg_variant", POLICY_LOSSES),
+    "algorithms/advantages.md": ("adv_estimator", ADV_ESTIMATORS),
+}
+"""Pages with a table between `<!-- KEY -->` and `<!-- end -->` -> the key, and the rows of the table."""
 
-ALGORITHMS = PATH.with_name("algorithms.md")
-"""The page with the tables of losses and estimators."""
+PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "run": ("Keys of a run", ("Keys of all pipelines", "Keys of `sft`", "Keys of `dpo`", "Keys of `reward_model`")),
+    "learning": ("Keys of reinforcement learning", ("Keys of `rlvr` and `agentic`",)),
+    "agentic": (
+        "Keys of agents",
+        (
+            "Keys of `agentic`",
+            "`custom_envs`",
+            "`train_env_manager`",
+            "`val_env_manager`",
+            "`gateway`",
+            "`reward_normalization`",
+        ),
+    ),
+    "asynchronous": ("Running ahead and correction", ("`async_training`", "`correction`")),
+}
+"""Pages of several groups of keys: file -> title, groups. Any other group is on the page of its section."""
 
 INTRODUCTION = """# Configuration
 
@@ -72,24 +89,43 @@ Files of other systems may keep these spellings; `roll convert FILE` prints a fi
 """
 
 
-def render() -> str:
-    """The whole page as Markdown."""
-    parts = [INTRODUCTION]
-    for title, keys in _groups().items():
-        parts.append(f"## {title}\n\n" + _table(("key", "type", "default", "meaning"), map(_row, keys)))
-    parts.append(
-        f"## Options of trackers\n\n`tracker_kwargs` of each tracker in `track_with`. {', '.join(PACKAGES)} need a "
-        f"package (`pip install` {', '.join(package for _, package in PACKAGES.values())}) and run in processes of "
-        "their own: a server that does not answer is warned about once and delays nothing. Their local files are in "
-        "`output_dir`. opentelemetry sends the spans of the run, the others metrics and samples.\n\n"
-        + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
-    )
-    parts.append("## Names\n\n" + _table(("key", "known"), _names()))
-    parts.append(
+def generated_pages() -> dict[Path, str]:
+    """Every generated page, and those with a generated table, as Markdown."""
+    pages = {DOCS / "other_spellings.md": render_spellings()}
+    for name in ALGORITHMS:
+        pages[DOCS / name] = with_table(name, (DOCS / name).read_text(encoding="utf-8"))
+    contents = []
+    for stem, (title, groups) in _configuration().items():
+        pages[DOCS / "configuration" / f"{stem}.md"] = "\n".join([f"# {title}\n", *groups.values()])
+        names = [group for group in groups if group != title]
+        contents.append((f"[{title}](configuration/{stem}.md)", ", ".join(names)))
+    known = "## Names\n\n" + _table(("key", "known"), _names())
+    pages[DOCS / "configuration.md"] = "\n".join([INTRODUCTION, _table(("page", "groups"), contents), known])
+    return pages
+
+
+def _configuration() -> dict[str, tuple[str, dict[str, str]]]:
+    """Pages of the keys by file: the title, and each group with its table."""
+    owners = {group: stem for stem, (_, groups) in PAGES.items() for group in groups}
+    pages: dict[str, tuple[str, dict[str, str]]] = {stem: (title, {}) for stem, (title, _) in PAGES.items()}
+    for group, keys in _groups().items():
+        stem = owners.get(group) or group.split("`")[1]
+        title, groups = pages.setdefault(stem, (group, {}))
+        head = "" if group == title else f"## {group}\n\n"
+        groups[group] = head + _table(("key", "type", "default", "meaning"), map(_row, keys))
+    pages["actor_infer"][1]["options of SGLang"] = (
         "## Options of SGLang\n\n`strategy_config` of `actor_infer` takes every option of SGLang's `ServerArgs` by "
         "name, except the options that other keys set:\n\n" + _table(("option", "instead"), OWNED.items())
     )
-    return "\n".join(parts)
+    packages = ", ".join(package for _, package in PACKAGES.values())
+    trackers = (
+        f"`tracker_kwargs` of each tracker in `track_with`. {', '.join(PACKAGES)} need a package (`pip install` "
+        f"{packages}) and run in processes of their own: a server that does not answer is warned about once and "
+        "delays nothing. Their local files are in `output_dir`. opentelemetry sends the spans of the run, the others "
+        "metrics and samples.\n\n" + _table(("key", "type", "default", "meaning"), map(_row, _tracker_keys()))
+    )
+    pages["trackers"] = ("Options of trackers", {"Options of trackers": trackers})
+    return pages
 
 
 def render_spellings() -> str:
@@ -185,14 +221,12 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render_algorithms(page: str) -> str:
-    """docs/algorithms.md with the tables of losses and estimators, between `<!-- KEY -->` and `<!-- end -->`."""
-    tables: dict[str, Mapping[str, Algorithm]] = {"pg_variant": POLICY_LOSSES, "adv_estimator": ADV_ESTIMATORS}
-    for key, registry in tables.items():
-        table = _table((f"`{key}`", "formula", "source", "keys"), map(_algorithm_row, registry.values()))
-        before, mark, rest = page.partition(f"<!-- {key} -->\n\n")
-        page = before + mark + table + "\n" + rest[rest.index("<!-- end -->") :]
-    return page
+def with_table(name: str, page: str) -> str:
+    """A page of ALGORITHMS with its table replaced."""
+    key, registry = ALGORITHMS[name]
+    table = _table((f"`{key}`", "formula", "source", "keys"), map(_algorithm_row, registry.values()))
+    before, mark, rest = page.partition(f"<!-- {key} -->\n\n")
+    return before + mark + table + "\n" + rest[rest.index("<!-- end -->") :]
 
 
 def _algorithm_row(algorithm: Algorithm) -> tuple[str, ...]:
@@ -205,6 +239,8 @@ def _algorithm_row(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    PATH.write_text(render(), encoding="utf-8")
-    SPELLINGS_PATH.write_text(render_spellings(), encoding="utf-8")
-    ALGORITHMS.write_text(render_algorithms(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in (DOCS / "configuration").glob("*.md"):
+        file.unlink()
+    for file, text in generated_pages().items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")

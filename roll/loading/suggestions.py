@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.base.errors import Problem
-from roll.base.schema import SECTION, Key, Suggest, Tree, declared, describe, keys_by_path
+from roll.base.schema import SECTION, Key, Suggest, Tree, declared, describe, keys_by_path, leaves
 from roll.base.text import nearest
 from roll.configs.roles import ROLES, AbsentKey
-from roll.loading.yaml_files import leaves
 
 VERY_SIMILAR = 0.75
 """Least similarity to a name of another section for a suggestion."""
@@ -159,7 +158,7 @@ class _Suggestions:
     def _certain(self, path: str, names: Collection[str] = ()) -> str:
         """An explanation without guessing, for a path in a section of these `names`; empty if there is none."""
         plain = _plain(path)
-        known = re.sub(r"^(rewards|custom_envs)\.[^.]+", r"\1.<name>", plain)
+        known = re.sub(r"^(rewards|custom_envs|policies)\.[^.]+", r"\1.<name>", plain)
         if known in self._paths:
             return _nested(path) if plain == path else f"did you mean {plain}?"
         for name, paths in self._others.items():
@@ -209,11 +208,12 @@ class _Suggestions:
         return [known for known in self._candidates(path) if _leaf(known) == leaf]
 
     def _candidates(self, path: str) -> list[str]:
-        """Known paths that a path may mean; for a path of a role without those of rewards."""
-        of_role = path.partition(".")[0] in ROLES
+        """Known paths that a path may mean; those of policies for one of a policy, no rewards for one of a role."""
+        section = path.partition(".")[0]
+        others = ("rewards.", "policies.") if section in ROLES else ("policies.",)
         if self._is_foreign(path):
             return []
-        return [known for known in self._paths if not (of_role and known.startswith("rewards."))]
+        return [known for known in self._paths if section == "policies" or not known.startswith(others)]
 
     def _guess(self, path: str, names: Collection[str]) -> str:
         head, _, leaf = path.rpartition(".")

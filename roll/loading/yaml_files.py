@@ -142,7 +142,7 @@ def _base_tree(base: _Base, path: Path, notes: list[Problem], chain: Sequence[Pa
         unused = any(fnmatchcase(file.name, name) for name in UNUSED_BASES)
         if base.optional or unused:
             if unused:
-                notes.append(Problem("defaults", f"{base.name} is left out: the file does not exist, and needs not"))
+                notes.append(Problem("defaults", f"{base.name} is left out: the file does not exist and is not needed"))
             return {}
         own = base_file(file.stem)
         if own is not None:
@@ -163,16 +163,6 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> Tree:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], value) if both else value
     return merged
-
-
-def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Dotted paths of all values of a tree."""
-    for key, value in tree.items():
-        where = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, where)
-        else:
-            yield where
 
 
 def override_tree(overrides: Sequence[str], notes: list[Problem]) -> Tree:

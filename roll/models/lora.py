@@ -178,15 +178,21 @@ def _sharded(rule: WeightRule, parameter: torch.Tensor) -> ShardedTensor | Shard
 
 
 class Adapters(torch.nn.ModuleList):
-    """The adapters of one stage."""
+    """The adapters of one stage, of one policy."""
 
-    def __init__(self, switch: Switch, adapters: list[Adapter], bases: list[torch.nn.Parameter]) -> None:
+    def __init__(self, switch: Switch, adapters: list[Adapter], linears: list[Any]) -> None:
         super().__init__(adapters)
-        self.switch, self._adapters, self._bases = switch, adapters, (*bases,)
+        self.switch, self._adapters, self._linears = switch, adapters, (*linears,)
 
     def pairs(self) -> list[tuple[torch.nn.Parameter, Adapter]]:
         """Each frozen weight with its adapter."""
-        return list(zip(self._bases, self._adapters, strict=True))
+        return [(linear.weight, adapter) for linear, adapter in zip(self._linears, self._adapters, strict=True)]
+
+    def place(self, stage: Any) -> None:
+        """Makes these the adapters of the stage and of its layers, in place of those of another policy."""
+        stage.adapters = self
+        for linear, adapter in zip(self._linears, self._adapters, strict=True):
+            _add(adapter, linear)
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         """All matrices for a checkpoint that any layout can read, under names that no stage changes."""
@@ -209,36 +215,40 @@ class Adapters(torch.nn.ModuleList):
 def attach_adapters(
     stages: Sequence[Any], model: ModelShape, options: AdapterOptions, rank: int, ranks: int, source: Source
 ) -> list[Adapters]:
-    """Freezes the stages of a rank and gives their target layers adapters, whose A and B are from `source`."""
+    """Freezes the stages of a rank and gives their target layers adapters, whose A and B are from `source`.
+
+    They take the place of those of another policy, which stay as they are.
+    """
     switch = Switch()
     for stage in stages:
-        stage.requires_grad_(False)
-        layers, adapters, bases = dict(stage.named_modules()), [], []
+        if not hasattr(stage, "adapters"):
+            stage.requires_grad_(False)
+            if stage.pre_process and stage.config.recompute_granularity is not None:
+                stage.embedding.register_forward_hook(_with_gradient)
+        layers, adapters, linears = dict(stage.named_modules()), [], []
         for rule, parts in target_rules(rules_of(stage, model, ExpertPlace()), options.targets):
             linear = layers[rule.megatron.removesuffix(".weight")]
             adapter = Adapter(linear, rule, parts, options, switch)
             adapter.set_owners(rule, parts, model, rank, ranks)
             adapter.fill(source, model, rank, ranks)
-            _add(adapter, linear)
             adapters.append(adapter)
-            bases.append(linear.weight)
-        stage.adapters = Adapters(switch, adapters, bases)
-        if stage.pre_process and stage.config.recompute_granularity is not None:
-            stage.embedding.register_forward_hook(_with_gradient)
+            linears.append(linear)
+        Adapters(switch, adapters, linears).place(stage)
     return [stage.adapters for stage in stages]
 
 
 def _add(adapter: Adapter, linear: Any) -> None:
     """Adds what the adapter computes to the results of a layer, whose norm in front of it is part of some modules."""
-    if "adapter" in linear.__dict__:
-        linear.__dict__["adapter"] = adapter  # not as a part of it, which Megatron would store with it
+    known = "adapter" in linear.__dict__
+    linear.__dict__["adapter"] = adapter  # not as a part of it, which Megatron would store with it
+    if known:
         return
 
     def add(module: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         x = inputs[0]
         if (norm := getattr(module, "layer_norm_weight", None)) is not None:
             x = rms_norm(x, norm, module.eps)
-        return adapter(x, output[0]), output[1]
+        return module.__dict__["adapter"](x, output[0]), output[1]
 
     linear.register_forward_hook(add)
 

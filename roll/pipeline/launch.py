@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from roll.base.errors import RunError, RunInterrupted
@@ -22,6 +24,7 @@ from roll.distributed.weights.synchronizer import WeightUpdateError
 from roll.pipeline.checkpoint import CheckpointError
 from roll.pipeline.extensions import load_extensions
 from roll.pipeline.health import HealthFile, ended_by, watched
+from roll.pipeline.parts import Pipeline
 from roll.pipeline.restarts import RESTARTING, RunningLoop, failure_in_one_line, start_again, without_restart
 from roll.pipeline.run import run_once
 from roll.pipeline.session import Session
@@ -77,20 +80,23 @@ def run_pipeline(config: BaseConfig, command: str = "roll run CONFIG") -> int:
     return 0
 
 
-async def run_with_restarts(config: BaseConfig) -> RunSummary:
+async def run_with_restarts(config: BaseConfig, assemble: Callable[[BaseConfig], Pipeline] | None = None) -> RunSummary:
     """A whole run, which starts again from its newest intact checkpoint after a process died, `max_restarts` times.
 
     Engines that are not the cause keep running; see `Session`. Before it has read its first checkpoint it starts again
     as it was started, since those in its folder may be of an earlier run.
 
-    The first Ctrl-C ends it in order, with a checkpoint of the last step; the second ends it at once.
+    `assemble` makes the parts of each start; None: those of the configuration's pipeline.
+
+    The first Ctrl-C or SIGTERM ends it in order, with a checkpoint of the last step; the second ends it at once.
 
     Raises:
         ConfigError: a class that the configuration names does not exist.
-        RunInterrupted: by Ctrl-C, after a step.
-        asyncio.CancelledError: by Ctrl-C before the first step, or by SIGTERM.
+        RunInterrupted: by Ctrl-C or SIGTERM, after a step.
+        asyncio.CancelledError: by Ctrl-C or SIGTERM before the first step.
         Exception: one of USER_ERRORS when the run cannot continue; `status` in run.json is `failed`.
     """
+    once = run_once if assemble is None else partial(run_once, assemble=assemble)
     events, session, running = EventLog(config.output_dir), Session(config), RunningLoop()
     start, summary = time.perf_counter(), RunSummary()
     monitor = (load_extensions(config).monitor or HealthFile)(config)
@@ -98,7 +104,7 @@ async def run_with_restarts(config: BaseConfig) -> RunSummary:
         try:
             async with watched(running.health, monitor):
                 try:
-                    await _start_until_finished(config, session, running, summary, start, events)
+                    await _start_until_finished(config, session, running, summary, start, events, once)
                 finally:
                     session.end()
         except BaseException as error:
@@ -108,12 +114,18 @@ async def run_with_restarts(config: BaseConfig) -> RunSummary:
 
 
 async def _start_until_finished(
-    config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float, events: EventLog
+    config: BaseConfig,
+    session: Session,
+    running: RunningLoop,
+    summary: RunSummary,
+    start: float,
+    events: EventLog,
+    once: Callable[[BaseConfig, Session, RunningLoop, RunSummary, float], Awaitable[None]],
 ) -> None:
     while True:
         session.may_start_again = running.restarts < config.max_restarts
         try:
-            await run_once(config, session, running, summary, start)
+            await once(config, session, running, summary, start)
             return
         except ClusterError as error:
             if not running.starts_again_after(error, session):
@@ -150,7 +162,7 @@ def short_message(error: BaseException, config: BaseConfig) -> str:
 
 @contextlib.contextmanager
 def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
-    """Ctrl-C ends the run after its step and, the second time, at once; SIGTERM and SIGHUP cancel the run.
+    """Ctrl-C, SIGTERM or SIGHUP ends the run after its step and, the second time, at once.
 
     The handler raises nothing, so nothing that is being started or ended, Ray for example, is left half-way.
     """
@@ -162,11 +174,8 @@ def interrupts(config: BaseConfig, running: RunningLoop) -> Iterator[None]:
         if next(count) > 1:
             HealthFile(config).end("interrupted")
             end_now("interrupted a second time: ended at once")
-        say("interrupted: ending the run and its processes; press Ctrl-C again to end at once")
+        say("interrupted: ending the run and its processes; a second Ctrl-C or SIGTERM ends it at once")
         events.call_soon_threadsafe(running.stop, task)
 
-    def cancel() -> None:
-        events.call_soon_threadsafe(task.cancel)
-
-    with handle_interrupt(interrupt), handle_interrupt(cancel, *TERMINATION):
+    with handle_interrupt(interrupt, signal.SIGINT, *TERMINATION):
         yield

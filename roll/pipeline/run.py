@@ -9,12 +9,14 @@ checkpoints, `launch.py` starts a run again after a process died.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from roll.base.errors import RunInterrupted
 from roll.base.timers import StepClock
 from roll.configs.pipeline import BaseConfig
 from roll.pipeline.extensions import call_hook, load_extensions
 from roll.pipeline.kinds import pipeline_of
+from roll.pipeline.parts import Pipeline
 from roll.pipeline.progress import RunProgress
 from roll.pipeline.restarts import RunningLoop, continued
 from roll.pipeline.session import Session
@@ -25,7 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 async def run_once(
-    config: BaseConfig, session: Session, running: RunningLoop, summary: RunSummary, start: float
+    config: BaseConfig,
+    session: Session,
+    running: RunningLoop,
+    summary: RunSummary,
+    start: float,
+    assemble: Callable[[BaseConfig], Pipeline] = pipeline_of,
 ) -> None:
     """The run from one start to its end, without another start; raises as `run_with_restarts` does.
 
@@ -34,7 +41,7 @@ async def run_once(
     running.starting()
     extensions = load_extensions(config)
     config = await continued(config, running)
-    pipeline = pipeline_of(config)
+    pipeline = assemble(config)
     try:
         logger.info("reading tokenizer and data")
         await pipeline.prepare()

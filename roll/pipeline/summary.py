@@ -70,7 +70,7 @@ def next_steps(config: LoopOptions, summary: RunSummary, command: str, has_sampl
     lines = [finished_steps(summary)]
     rows = {"results": f"{folder}/  ({METRICS_FILE}, {RUN_FILE}, logs)"}
     if has_samples:
-        rows["samples"] = f"roll show {folder}"
+        rows["samples"] = f"roll show {folder}" + (" --policy NAME" if getattr(config, "policies", None) else "")
     rows["page"] = f"roll report {folder}"
     rows["curves"] = f"roll plot {folder}"
     if saved is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from roll.configs.agentic import AgenticConfig
@@ -41,7 +42,11 @@ def batch_lines(config: BaseConfig) -> list[Line]:
         add("prompts per step", prompts, "rollout_batch_size")
         add("samples per step", samples, f"{prompts} prompts x {group} num_return_sequences_in_group")
         add("requests per engine and step", share, f"{responses} / {engines} engines, rounded up")
-        add("requests at a time on one engine", min(share, limit), f"max_running_requests {limit}")
+        ratio = config.async_generation_ratio
+        admitted = math.floor((1 + ratio) * prompts) * config.responses_per_group
+        of = f"of {1 + ratio:g} batches, at most " if ratio else ""
+        requests = min(math.ceil(admitted / engines), limit)
+        add("requests at a time on one engine", requests, f"{of}max_running_requests {limit}")
     product = f"{size} per_device_train_batch_size x {accumulation} gradient_accumulation_steps x {data} data parallel"
     unit, rows = ("pairs", 2) if isinstance(config, PreferenceConfig) else ("samples", 1)
     add(f"{unit} per optimizer step", step, product)

@@ -18,9 +18,10 @@ from roll.base.errors import ConfigError, Report, git_lfs_pointer
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
 from roll.configs.environments import is_external, names_class
+from roll.configs.learning.lora import no_policy, policy_of
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RewardModelConfig, RLVRConfig, SFTConfig
 from roll.configs.scoring.built_in_rewards import built_in_of, is_comparison, scoring_role
-from roll.configs.scoring.rewards import RewardConfig, no_reward, rewards_of, truths_read
+from roll.configs.scoring.rewards import RewardConfig, lacks_function, no_reward, rewards_of, truths_read
 from roll.configs.scoring.scoring_roles import JudgeConfig
 from roll.configs.user_code import NOTICE_S
 from roll.datasets.preferences import read_preference
@@ -61,9 +62,17 @@ def check_inputs(config: BaseConfig) -> Report:
     _check_weights(config, report)
     samples: dict[str, tuple[Sequence[Any], bool]] = {}
     if isinstance(config, RLVRConfig):
-        read = partial(read_prompt, truths_read=partial(truths_read, config.rewards))
+        planned = [name for name in config.rewards if lacks_function(config, name)]
+        read = partial(read_prompt, truths_read=partial(truths_read, config.rewards, left_out=planned))
         prompts = _check_data(config, report, read, samples)
         asyncio.run(_check_rewards(config.rewards, prompts, config.actor_train.data_args.file_name, report))
+        for tag in dict.fromkeys(prompt.tag for prompt in prompts):
+            if policy_of(config.policies, tag) is None:
+                report.error("policies", no_policy(config.policies, tag))
+        found = {prompt.tag for prompt in prompts}
+        for name, policy in config.policies.items():
+            if found and found.isdisjoint(policy.tags):
+                report.warn(f"policies.{name}.tags", f"no row read has one; there are {', '.join(sorted(found))}")
     elif isinstance(config, SFTConfig):
         _check_data(config, report, read_prompt_response, samples)
     elif isinstance(config, PreferenceConfig):

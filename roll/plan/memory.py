@@ -14,7 +14,7 @@ from roll.base.text import gibibytes
 from roll.configs.arguments import DTYPE_BYTES, OLD_LOG_PROBS
 from roll.configs.asynchronous import versions_ahead
 from roll.configs.devices.megatron import part_layers, stage_layers, virtual_stages
-from roll.configs.learning.lora import adapter_arguments, adapter_parameters
+from roll.configs.learning.lora import adapter_arguments, adapter_parameters, by_policy
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig
 from roll.configs.roles import EngineRoleConfig, MegatronRoleConfig, TrainedRoleConfig
 from roll.configs.scoring.scoring_roles import ScoringEngineConfig
@@ -22,6 +22,7 @@ from roll.hub.names import local_model
 from roll.models.families.frozen import frozen_names, frozen_parameters
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.shape import HEAD_CHUNK_BYTES, HEAD_KEPT_BYTES, ModelShape, read_model_shape
+from roll.plan.update_size import kept_bytes
 
 TOP_TOKEN_BYTES = 48
 """Memory of one of the teacher's `opd_top_k` tokens in a training micro-batch: twelve fp32 values of it, its id, its
@@ -103,7 +104,8 @@ def _training_stage(
     trained = dense - _frozen(worker, shape, stage) + experts
     if model.trains_adapters:
         layers = stage_layers(shape.layers, megatron)[stage]
-        trained = adapters = adapter_parameters(shape, model, layers, layout.tensor)
+        of_policies = by_policy(model, config.policies).values()
+        trained = adapters = sum(adapter_parameters(shape, each, layers, layout.tensor) for each in of_policies)
     optimizer, host = _optimizer(worker, trained - experts * (not adapters), experts * (not adapters), gradient)
     states = [
         _weights(count + adapters, experts, size, shape, layout.expert),
@@ -124,6 +126,8 @@ def _training_stage(
     passes = [training]
     if isinstance(config, RLConfig) and OLD_LOG_PROBS.holds(config, worker):
         passes += [_forward_lines(config, worker, shape, platform, last and not critic)]
+    kept, formula = kept_bytes(config, worker, shape, stage)
+    host += [MemoryLine("copy of the weights in host memory", kept, formula)] if kept else []
     largest = max(passes, key=lambda lines: sum(line.bytes for line in lines))
     return MemoryPlan(role, f"pipeline stage {stage} of {layout.pipeline}", [*states, *largest], host)
 
@@ -409,9 +413,10 @@ def _generation(config: RLConfig, role: str, worker: EngineRoleConfig, shape: Mo
             f"{shape.kv_width(tensor):,} values x {size} B ({per_token:,} B per token){limit}",
         ),
     ]
-    if role == "actor_infer" and (model := config.adapters(platform)) is not None:
-        places = adapter_arguments(model, shape, versions_ahead(config.async_generation_ratio))["max_loras_per_batch"]
-        each = adapter_parameters(shape, model, shape.layers, tensor)
+    if role == "actor_infer" and (of_policies := config.adapters(platform)) is not None:
+        models, ahead = of_policies.values(), versions_ahead(config.async_generation_ratio)
+        places = adapter_arguments(models, shape, ahead)["max_loras_per_batch"]
+        each = max(adapter_parameters(shape, model, shape.layers, tensor) for model in models)
         lines.append(MemoryLine("adapters", places * each * size, f"{places} places x {each:,} parameters x {size} B"))
     if platform == "cuda":
         lines += _graphs(worker)

@@ -28,6 +28,7 @@ from roll.plan.hardware import (
     this_machine,
 )
 from roll.plan.memory import GRAPHS, STATE_LINES, MemoryPlan, memory_plans, model_shapes
+from roll.plan.update_size import update_lines
 
 SCORING_ROLES = ("reward", "judge")
 """Roles whose models score responses, and stay on their devices in every phase."""
@@ -128,7 +129,7 @@ def make_plan(config: BaseConfig, hardware: Hardware | None = None, hub: LookUp 
         devices_per_node=per_node,
         roles=[_role(config, role, worker, per_node) for role, worker in config.device_roles().items()],
         devices=_devices(config, per_node),
-        batch=batch_lines(config),
+        batch=[*batch_lines(config), *update_lines(config, shapes, platform)],
         memory=memory_plans(config, shapes, platform),
         takes_turns=isinstance(config, RLConfig) and config.takes_turns(platform),
         engine_share=engine_share,

@@ -41,7 +41,9 @@ def report(folders: list[Path], out: Path | None = None) -> Path:
         raise option_error(
             "RUN_DIR", f"{len(folders)} runs; at most {MOST_RUNS} fit a page, `roll ablate` reports more"
         )
-    page = make_page([read_run(folder) for folder in folders])
+    runs = [read_run(folder) for folder in folders]
+    policies = [each for run in runs for each in (run, *run.policies)]
+    page = make_page(policies if len(policies) <= MOST_RUNS else runs)
     out = out or folders[0] / FILE
     try:
         with explain_write_errors(out):

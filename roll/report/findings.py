@@ -122,7 +122,9 @@ def tag_against_others(run: Run) -> Iterator[RunFinding]:
     falls = {name: move for name, move in moves.items() if move[1] < move[0] - max(0.03, 0.05 * abs(move[0]))}
     if len(moves) > 1 and len(falls) == 1 and any(last > first for first, last in moves.values()):
         ((name, (first, last)),) = falls.items()
-        yield RunFinding("bad", text("f_tag", tag=name.split("/")[1], first=digits(first), last=digits(last)), name)
+        yield RunFinding(
+            "bad", text("f_tag", tag=name[len("val/") : -len("/score")], first=digits(first), last=digits(last)), name
+        )
 
 
 def no_gradient(run: Run) -> Iterator[RunFinding]:
@@ -258,6 +260,10 @@ def cut(run: Run) -> Iterator[RunFinding]:
     metric = "rollout/truncated_fraction"
     if (values := run.values(metric, 0.25)) and (share := fmean(values)) > 0.2:
         yield RunFinding("warn", text("f_cut", share=percent(share), length=run.key("response_length", "-")), metric)
+    metric = "gateway/cut_answers"
+    asked = sum(run.values("gateway/requests", 0.25))
+    if asked and (share := sum(run.values(metric, 0.25)) / asked) > 0.2:
+        yield RunFinding("warn", text("f_cut_agents", share=percent(share)), metric)
 
 
 def drops(run: Run) -> Iterator[RunFinding]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll.report.findings import PARTS, RunFinding, find
 from roll.report.history import MOST_LANES, drop_reasons, histograms, lanes
-from roll.report.read import WAITING, Run, is_number
+from roll.report.read import SHARED, WAITING, Run, is_number
 from roll.report.samples import shown_steps, step_groups, token_pieces
 from roll.report.text import Text, bilingual, digits, percent, static_text, text
 from roll.trackers.metrics import SECTIONS
@@ -86,7 +86,7 @@ def make_page(runs: Sequence[Run], live: Mapping[str, Any] | None = None) -> str
         _section("freshness", "<div class=grid data-charts=freshness></div>" + _each(runs, "ages", "drops")),
         _section("lengths", "<div class=grid data-charts=lengths></div>" + _each(runs, "lengths")),
         _section("samples", _each(runs, "samples")),
-        _section("configuration", _configuration(runs)),
+        _section("configuration", _configuration([run for run in runs if not run.policy])),
     ]
     scripts = "".join(f"<script>{static_text(name)}</script>" for name in (SCRIPTS if live is None else LIVE_SCRIPTS))
     return (
@@ -247,7 +247,7 @@ def _drops(run: Run) -> str:
 
 def _samples(run: Run) -> str:
     if not run.dumped:
-        return f"<p class=empty>{text('no_samples').html()}</p>"
+        return f"<p class=empty>{text('samples_of_policies' if run.policies else 'no_samples').html()}</p>"
     tints = "".join(
         f"<button data-tint={key} aria-pressed={'true' if key == 'a' else 'false'}>{text(name).html()}</button>"
         for key, name in (("a", "tint_advantage"), ("lr", "tint_ratio"), ("h", "tint_entropy"), ("v", "tint_version"))
@@ -307,7 +307,8 @@ def _payload(runs: Sequence[Run], live: Mapping[str, Any] | None) -> Mapping[str
 def run_curves(run: Run) -> Mapping[str, Any]:
     """Every metric of a run by step, thinned where there are many steps."""
     rows = run.rows
-    names = sorted({name for row in rows for name in row if name != "step"})
+    left = ("step", *(SHARED if run.policy else ()))
+    names = sorted({name for row in rows for name in row if not name.startswith(left)})
     values = {name: [row.get(name) if is_number(row.get(name)) else None for row in rows] for name in names}
     steps = [int(row["step"]) for row in rows]
     if len(rows) > MOST_POINTS:

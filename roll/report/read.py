@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ LARGEST = 1e100
 
 TOKEN_LISTS = {"advantages", "behavior_log_probs", "old_log_probs", "train_log_probs", "entropy", "weight_version"}
 """Columns of samples with a number for each token of the response."""
+
+SHARED = ("time/", "throughput/")
+"""Metrics of the whole run that its policies have in common."""
 
 MOST_SECONDS = 1e11
 """Largest time of a file, in seconds since 1970."""
@@ -58,6 +61,7 @@ class Run:
         groups: what became of each group of samples.
         status: `running`, one of ENDED, DIED, or WAITING.
         remarks: what could not be read.
+        policy: of several, the one whose metrics and samples these are; empty: those of the whole run.
     """
 
     folder: Path
@@ -71,6 +75,23 @@ class Run:
     groups: Sequence[Mapping[str, Any]] = ()
     status: str = "running"
     remarks: Sequence[str] = ()
+    policy: str = ""
+
+    @cached_property
+    def policies(self) -> list[Run]:
+        """The same run as each of its policies sees it, with the times of the whole run."""
+        return [self._of_policy(name, _mapping(policy)) for name, policy in _mapping(self.key("policies")).items()]
+
+    def _of_policy(self, name: str, policy: Mapping[str, Any]) -> Run:
+        own, tags = (f"{name}/", *SHARED), policy.get("tags") or ()
+        rows = [
+            {key.removeprefix(f"{name}/"): row[key] for key in row if key == "step" or key.startswith(own)}
+            for row in self.rows
+        ]
+        dump = f"{self.key('rollout_dump_dir')}/{name}"
+        config = {**self.config, "exp_name": f"{self.name}: {name}", "rollout_dump_dir": dump, "policies": {}}
+        groups = [group for group in self.groups if group.get("tag") in tags]
+        return replace(self, config=config, rows=rows, groups=groups, policy=name)
 
     @property
     def name(self) -> str:

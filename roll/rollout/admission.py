@@ -141,17 +141,11 @@ class Admission(Generic[T]):
     in flight and buffered, not with the length of the run.
     """
 
-    def __init__(self, settings: AdmissionSettings, version: int = 0) -> None:
-        """Starts with no prompt submitted.
-
-        Args:
-            settings: the bounds.
-            version: first weight version; above 0 where another process learned from the batches before it.
-        """
+    def __init__(self, settings: AdmissionSettings) -> None:
+        """Starts with no prompt submitted."""
         self.settings = settings
-        self.version = version
+        self.version = 0
         self.ledger = Ledger()
-        self._start = version
         self._running: dict[int, PromptRequest] = {}
         self._buffer: SampleBuffer[T] = SampleBuffer()
         self._deadlines = Deadlines()
@@ -163,7 +157,7 @@ class Admission(Generic[T]):
     @property
     def learning_version(self) -> int:
         """Version of the weights that learn from the next batch; each batch makes one version."""
-        return self._start + self.ledger.consumed // self.settings.batch_size
+        return self.ledger.consumed // self.settings.batch_size
 
     @property
     def pause_reasons(self) -> list[str]:
@@ -175,9 +169,9 @@ class Admission(Generic[T]):
         settings, ledger = self.settings, self.ledger
         if self.pause_reasons:
             return 0
-        bound = admission_bound(self.version - self._start, settings.max_lead, settings.batch_size)
+        bound = admission_bound(self.version, settings.max_lead, settings.batch_size)
         if settings.total is not None:
-            bound = min(bound, settings.total - self._start * settings.batch_size)
+            bound = min(bound, settings.total)
         room = bound - (ledger.submitted - ledger.dropped_total)
         if settings.max_queue is not None:
             room = min(room, settings.max_queue - ledger.buffered - ledger.in_flight)
@@ -301,7 +295,6 @@ class Admission(Generic[T]):
         ledger = self.ledger
         return {
             "batch_size": self.settings.batch_size,
-            "start": self._start,
             "version": self.version,
             "submitted": ledger.submitted,
             "consumed": ledger.consumed,
@@ -314,10 +307,17 @@ class Admission(Generic[T]):
         }  # fmt: skip
 
     @classmethod
-    def restore(cls, settings: AdmissionSettings, state: dict[str, Any], decode: Callable[[Any], T]) -> Admission[T]:
+    def restore(
+        cls,
+        settings: AdmissionSettings,
+        state: dict[str, Any],
+        decode: Callable[[Any], T],
+        on_discard: Callable[[FinishedGroup[T], str], None] = lambda finished, reason: None,
+    ) -> Admission[T]:
         """The admission that `state_dict` was taken from; prompts in flight still are, see `resubmit`.
 
-        Ratio and limits may differ from those of the run that wrote it: prompts keep their deadlines.
+        Ratio and limits may differ from those of the run that wrote it: prompts keep their deadlines. `on_discard` is
+        called with each group that is too old for them.
 
         Raises:
             ValueError: it was written with another batch size.
@@ -327,8 +327,8 @@ class Admission(Generic[T]):
                 f"rollout_batch_size: batches of {settings.batch_size} prompts cannot continue from a checkpoint with "
                 f"batches of {state['batch_size']}; use that size"
             )
-        admission = cls(settings, state["start"])
-        admission.version = state["version"]
+        admission = cls(settings)
+        admission.version, admission.on_discard = state["version"], on_discard
         admission.ledger = Ledger(
             state["submitted"], state["consumed"], len(state["buffered"]), len(state["in_flight"]),
             Counter(state["dropped"]),
@@ -359,7 +359,7 @@ class Admission(Generic[T]):
         needed = settings.min_batches * settings.batch_size
         if settings.total is None:
             return needed
-        return max(0, min(needed, settings.total - self._start * settings.batch_size - self.ledger.consumed))
+        return max(0, min(needed, settings.total - self.ledger.consumed))
 
     def _blocking_deadline(self) -> int | None:
         return self._deadlines.blocking_deadline(self.learning_version, self.settings.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from roll.algorithms.advantages import REWARD_PARTS
 from roll.algorithms.aggregation import SAMPLE_WEIGHTS
 from roll.configs.environments import SampleBy
-from roll.datasets.batch import ROUTING, Batch
+from roll.datasets.batch import POLICY, ROUTING, Batch
 from roll.datasets.collate import Sample, collate_samples, sampling_masks
 from roll.rollout.types import NOT_SAMPLED, Group, Routing, SampledTurn, Trajectory
 
@@ -65,6 +65,7 @@ def batch_of_groups(
     multiple: int = 1,
     episodes: bool = False,
     rewards: Sequence[str] = (),
+    policies: Mapping[str, str] | None = None,
 ) -> Batch:
     """One row for each trajectory or branch of one (`traj`) or turn (`step`), the rows of a group together.
 
@@ -75,6 +76,7 @@ def batch_of_groups(
             so many rows, so that optimizer steps learn from about as many samples; no sample is copied.
         episodes: rows are named after trajectory and turn instead of the group, and described in the column `episode`.
         rewards: names of those whose scores the batch has one by one.
+        policies: that share the batch, by tag: the rows of each are together, and padded.
 
     Returns:
         The token tensors [B, T] of `collate_samples` and, with K the most turns of a row:
@@ -88,11 +90,29 @@ def batch_of_groups(
         truncated sampling also the tensors of `sampling_masks`. The column `tag` has
         the name of each tag; the columns `id`, `prompt_id`, `ground_truth`, `stop` (why the trajectory ended),
         `engine`, `parts` (its score by each reward) and `episode` are for dumps; the column `routing` has the experts
-        of each row, where they are recorded.
+        of each row, where they are recorded; the column `policy` has the policy of each row, where there are several.
     """
-    rows = _pad_rows(list(_rows(groups, sample_by)), multiple)
+    of_policies: dict[str, list[Row]] = {}
+    for row in _rows(groups, sample_by):
+        name = policies[row.group.tag] if policies and row.group else ""
+        of_policies.setdefault(name, []).append(row)
+    of_policies = {name: _pad_rows(own, multiple) for name, own in of_policies.items()}
+    rows = [row for own in of_policies.values() for row in own]
+    columns = _columns(rows, episodes)
+    if policies:
+        columns[POLICY] = [name for name, own in of_policies.items() for _ in own]
+    return Batch(_tensors(rows, groups, sample_by, rewards), columns)
+
+
+def _tags(rows: Sequence[Row]) -> list[str]:
+    return ["" if row.group is None else row.group.tag for row in rows]
+
+
+def _tensors(
+    rows: Sequence[Row], groups: Sequence[Group], sample_by: SampleBy, rewards: Sequence[str]
+) -> dict[str, torch.Tensor]:
     tensors = collate_samples([_sample(row) for row in rows])
-    tags = ["" if row.group is None else row.group.tag for row in rows]
+    tags = _tags(rows)
     tag_numbers = {tag: number for number, tag in enumerate(dict.fromkeys(tags))}
     width = max(len(row.turns) for row in rows)
     tensors |= {
@@ -119,8 +139,12 @@ def batch_of_groups(
     if rewards:
         parts = [[row.whole.reward_parts.get(name, math.nan) for name in rewards] for row in rows]
         tensors[REWARD_PARTS] = torch.tensor(parts, dtype=torch.float32)
+    return tensors
+
+
+def _columns(rows: Sequence[Row], episodes: bool) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {
-        TAG: tags,
+        TAG: _tags(rows),
         "id": [row.name if episodes or row.group is None else row.group.name for row in rows],
         "prompt_id": ["" if row.group is None else _prompt_id(row.group, episodes) for row in rows],
         "ground_truth": [None if row.group is None else row.group.ground_truth for row in rows],
@@ -132,7 +156,7 @@ def batch_of_groups(
         columns[ROUTING] = _routing(rows)
     if episodes:
         columns["episode"] = [_describe_episode(row) for row in rows]
-    return Batch(tensors, columns)
+    return columns
 
 
 def _routing(rows: Sequence[Row]) -> list[Routing]:

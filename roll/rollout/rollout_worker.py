@@ -64,6 +64,10 @@ class RolloutWorker(ABC):
         """Drop reason of a complete group without a learning signal and the path of its filter; None keeps it."""
         return None
 
+    def policy_of(self, group: Group) -> str:
+        """The policy that answers and learns from a group; empty for the only one."""
+        return ""
+
     async def validate(self) -> dict[str, float]:
         """`val/...` over all validation groups; a failed group is generated again with the same seeds.
 

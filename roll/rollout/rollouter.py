@@ -11,6 +11,7 @@ import logging
 import pickle
 import statistics
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from roll.base.timers import BusyTimer
 from roll.configs.run_options import RolloutOptions
 from roll.rollout.admission import Admission, AdmissionSettings
 from roll.rollout.filters import StarvationLimit
-from roll.rollout.ledger import EXPIRED, FinishedGroup
+from roll.rollout.ledger import EXPIRED, FinishedGroup, Ledger
 from roll.rollout.recording import RolloutRecording
 from roll.rollout.rollout_worker import RolloutWorker
 from roll.rollout.source import SampleBatch
@@ -78,6 +79,8 @@ class Rollouter:
         self._starvation = StarvationLimit(settings.batch_size, options.max_resample_factor)
         self._failed = self._completed = 0
         self._last_failure: str | None = None
+        self._ledgers: dict[str, Ledger] = {}
+        """Of each policy; together they count what that of the run counts."""
         self._in_flight: dict[int, Group] = {}
         self._to_regenerate: list[Group] = []
         self._last_progress = clock()
@@ -110,6 +113,8 @@ class Rollouter:
         if self._recording is not None:
             self._recording.taken(taken, version + 1, {name: self._timers[name] for name in self._worker.work})
         groups = [finished.group for finished in taken]
+        for group in groups:
+            self._ledger_of(group).consume()
         ages = [self._wall_clock() - finished.request.submitted_at_s for finished in taken]
         async with self._changed:
             self._changed.notify_all()
@@ -125,6 +130,8 @@ class Rollouter:
         metrics |= {"time/sample_age_mean": statistics.fmean(ages), "time/sample_age_max": max(ages)}
         ledger = self.admission.ledger
         metrics |= ledger.metrics() | ledger.sample_metrics(self._options.num_return_sequences_in_group)
+        for name, own in self._ledgers.items():
+            metrics |= {f"{name}/{metric}": value for metric, value in own.metrics().items() if name}
         return SampleBatch(self._worker.batch(groups), metrics, seconds)
 
     async def next_batch_and_state(self) -> tuple[SampleBatch | None, bytes]:
@@ -157,7 +164,10 @@ class Rollouter:
 
     def _draw(self, count: int) -> list[Group]:
         again, self._to_regenerate = self._to_regenerate, []
-        groups = [*again, *self._worker.draw(self.admission.submit(count, self._wall_clock()))]
+        drawn = self._worker.draw(self.admission.submit(count, self._wall_clock()))
+        for group in drawn:
+            self._ledger_of(group).submit()
+        groups = [*again, *drawn]
         self._in_flight |= {group.number: group for group in groups}
         return groups
 
@@ -184,6 +194,7 @@ class Rollouter:
         filtered = self._worker.filter_reason(group)
         if filtered is None:
             self._starvation.count_kept()
+            self._ledger_of(group).finish()
             self.admission.finish(group.number, group, group.oldest_version)
             return
         reason, path = filtered
@@ -194,10 +205,15 @@ class Rollouter:
 
     def _drop(self, group: Group, reason: str) -> None:
         request = self.admission.drop(group.number, reason)
+        self._ledger_of(group).drop(reason)
         if self._recording is not None:
             self._recording.dropped(request, group, reason)
 
+    def _ledger_of(self, group: Group) -> Ledger:
+        return self._ledgers.setdefault(self._worker.policy_of(group), Ledger())
+
     def _discarded(self, finished: FinishedGroup[Group], reason: str) -> None:
+        self._ledger_of(finished.group).discard(reason)
         if self._recording is not None:
             self._recording.dropped(finished.request, finished.group, reason)
 
@@ -299,6 +315,7 @@ class Rollouter:
             "policy": self.admission.state_dict(Group.state_dict),  # the name in checkpoints; not the trained policy
             "in_flight": [group.state_dict() for group in {**self._in_flight, **again}.values()],
             "worker": self._worker.state_dict(),
+            "ledgers": {name: vars(own) | {"dropped": dict(own.dropped)} for name, own in self._ledgers.items()},
         }
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -309,7 +326,13 @@ class Rollouter:
         """
         try:
             self._worker.load_state_dict(state["worker"])
-            self.admission = Admission.restore(self.admission.settings, state["policy"], Group.from_state)
+            self._ledgers = _ledgers_of(state)
+            self.admission = Admission.restore(
+                self.admission.settings,
+                state["policy"],
+                Group.from_state,
+                lambda finished, reason: self._ledger_of(finished.group).discard(reason),
+            )
             self.admission.on_discard = self._discarded
         except ValueError as error:
             raise RunError(f"resume_from_checkpoint: {error}") from error
@@ -337,3 +360,12 @@ class Rollouter:
             self._error = self._error or error
             async with self._changed:
                 self._changed.notify_all()
+
+
+def _ledgers_of(state: dict[str, Any]) -> dict[str, Ledger]:
+    """The ledger of each policy; those of older checkpoints have one policy."""
+    run = state["policy"]
+    counts = {name: run[name] for name in ("submitted", "consumed", "dropped")}
+    only = {"": counts | {name: len(run[name]) for name in ("buffered", "in_flight")}}
+    saved = state.get("ledgers", only)
+    return {name: Ledger(**{**each, "dropped": Counter(each["dropped"])}) for name, each in saved.items()}

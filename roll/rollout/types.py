@@ -83,7 +83,8 @@ class GenerateRequest:
     """One response to sample for the exact ids of one prompt.
 
     `version` is that of the weights when the prompt was submitted. Engines start older requests first, and before
-    them those without a version. The experts of the first `routed` tokens are known.
+    them those without a version. The experts of the first `routed` tokens are known. `policy` answers it, of several
+    that share engines.
     """
 
     request_id: str
@@ -92,6 +93,7 @@ class GenerateRequest:
     seed: int | None = None
     version: int | None = None
     routed: int = 0
+    policy: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,14 @@ def read_exactly(fd: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_frame(fd: int, most: int = MAX_FRAME) -> bytes:
+def read_frame(fd: int) -> bytes:
     """The next message.
 
     Raises:
-        EOFError: the other side has closed, or announces more than `most` bytes.
+        EOFError: the other side has closed, or announces more than MAX_FRAME bytes.
     """
     size = HEAD.unpack(read_exactly(fd, HEAD.size))[0]
-    if size > most:
+    if size > MAX_FRAME:
         raise EOFError(f"a message of {size} bytes")
     return read_exactly(fd, size)
 

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from roll.base.errors import ConfigError, Problem
-from roll.base.schema import Tree
+from roll.base.schema import Tree, leaves
 from roll.envs.registry import try_environment
 from roll.loading.load import AnyConfig, build_config
-from roll.loading.yaml_files import YamlLoader, leaves, merge, override_tree, read_tree
+from roll.loading.yaml_files import YamlLoader, merge, override_tree, read_tree
 
 KEPT_REFERENCES = ("oc.env:", "now:")
 """References that are printed as they are: a variable may be a secret, and a time is that of the run."""

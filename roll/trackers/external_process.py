@@ -72,9 +72,10 @@ class SampleFiles:
     def due(self, after: int, step: int) -> Iterator[SampleRow]:
         """Samples of the first step and of one in `every`, where these are after `after` and up to `step`."""
         for number in range(after + 1, step + 1):
-            path = Path(self.folder) / f"step-{number:06d}.parquet"
-            if (number == 1 or number % self.every == 0) and path.exists():
-                yield from self._read(path, number)
+            if number == 1 or number % self.every == 0:
+                name, folder = f"step-{number:06d}.parquet", Path(self.folder)
+                for path in [*folder.glob(name), *sorted(folder.glob(f"*/{name}"))]:  # several policies: a folder each
+                    yield from self._read(path, number)
 
     def _read(self, path: Path, step: int) -> Iterator[SampleRow]:
         """Samples of the groups with the largest share of the weight."""

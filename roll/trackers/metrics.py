@@ -108,6 +108,8 @@ GATEWAY = (
     Metric("gateway/context_tokens_repeated", "tokens", "Tokens of rows that another row of their session has too."),
     Metric("gateway/overridden_sampling", "values", "Sampling values of requests that were replaced by the run's."),
     Metric("gateway/retries_joined", "requests", "Requests that a client sent again and that got the first answer."),
+    Metric("gateway/unread_tool_calls", "calls", "Tool calls that the parser could not read, which stay text."),
+    Metric("gateway/cut_answers", "answers", "Answers that ended at max_new_tokens or at sequence_length."),
     Metric("gateway/cached_prompt_fraction", "fraction", "Prompt tokens that the engines had in their prefix cache."),
     Metric("gateway/seconds_in_gateway_p50", "s", "Time of a request less its generation: median."),
     Metric("gateway/seconds_in_gateway_p99", "s", "Time of a request less its generation: 99th percentile."),
@@ -216,6 +218,16 @@ LORA = (
     Metric("lora/adapters_loaded", "", "Versions of adapters that the engine with most of them has (lora_update)."),
 )
 
+POLICIES = (
+    Metric("<policy>/version", "versions", "Batches that the policy was trained with; its own weight version."),
+    Metric(
+        "<policy>/<subject>/<name>",
+        "as there",
+        "The metric `<subject>/<name>` of the samples of one policy: `rollout`, `ledger`, `staleness` (in its own "
+        "versions), `advantage`, `actor`, `correction` and `lora`. Absent from steps whose batch has no sample of it.",
+    ),
+)
+
 CRITIC = (
     Metric("critic/loss", "score^2", "Value loss: half the squared distance of values and returns."),
     Metric(
@@ -315,6 +327,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Advantages": ADVANTAGE,
     "Actor": ACTOR,
     "LoRA": LORA,
+    "Several policies": POLICIES,
     "Critic": CRITIC,
     "Preferences": PREFERENCES,
     "Off-policy correction": CORRECTION,
@@ -329,6 +342,9 @@ NOTES = {
         "Of the pipelines dpo and reward_model, with the other metrics of the actor. The reward of dpo is beta times "
         "what a response gained over the reference, that of reward_model the model's value after the last token."
     ),
+    "Several policies": (
+        "With `policies`: `<policy>` is the name of one. Metrics without it are those of the whole batch."
+    ),
     "Critic": "With `adv_estimator: gae`; means over the optimizer steps of the batch.",
     "Actor": "Means over the optimizer steps of the batch; of names ending in `_max`, maxima.",
     "Prompt accounting": (
@@ -337,7 +353,7 @@ NOTES = {
     ),
     "Off-policy correction": (
         "mu is the policy that sampled, p the proximal policy (the current one in bypass mode), l = log p - log mu of "
-        "a token, clamped to +-20, and w its weight, by default e^l; see [algorithms](algorithms.md#correction)."
+        "a token, clamped to +-20, and w its weight, by default e^l; see [algorithms](algorithms/correction.md)."
     ),
 }
 
@@ -354,7 +370,8 @@ def undocumented(names: Iterable[str]) -> list[str]:
 @cache
 def _pattern() -> re.Pattern[str]:
     names = [metric.name for metrics in SECTIONS.values() for metric in metrics] + list(ALIASES)
-    return re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", re.escape(name)) for name in names))
+    patterns = (re.sub(r"<(tag|metric)>", ".+", re.escape(name)) for name in names)  # a tag may be owner/name
+    return re.compile("|".join(re.sub(r"<\w+>", r"[^/]+", each) for each in patterns))
 
 
 HEAD = """\

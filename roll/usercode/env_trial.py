@@ -140,7 +140,7 @@ def play(env: TextEnv) -> str | Played:
 def _play_episode(
     env: TextEnv, seed: int, until: float, choose: Callable[[list[str]], str], observations: list[str]
 ) -> bool:
-    """Whether an episode reached its end before `until`; `observations` gets the one before each action.
+    """Whether an episode reached its end before `until`; `observations` gets the one before each action, one at least.
 
     Raises:
         TypeError: `begin` returned no text.
@@ -149,7 +149,7 @@ def _play_episode(
     if not isinstance(observation, str):
         raise TypeError(f"begin returned a {type(observation).__name__}, not text")
     over = False
-    while not over and time.monotonic() < until:
+    while not over and (not observations or time.monotonic() < until):
         examples = [found[0] for found in EXAMPLE.finditer(f"{env.instruction}\n{observation}")]
         observations.append(observation)
         observation, _, terminated, truncated, _ = env.step(choose([*ACTIONS, *examples]))

@@ -121,6 +121,16 @@ def test_sft_is_the_mean_negative_log_likelihood_of_the_answer():
     torch.testing.assert_close(log_probs.grad, -mask / 3)
 
 
+def test_the_gradient_of_a_loss_that_was_computed_elsewhere_is_the_given_one_inside_the_mask():
+    batch = random_batch(seed=2)
+    mask, given = batch["response_mask"], torch.randn_like(batch["log_probs"])
+    log_probs = batch["log_probs"].clone().requires_grad_()
+    micro = {"response_mask": mask, "gradients": torch.where(mask.bool(), given, torch.nan)}
+    loss, _ = LOSSES["gradient"](log_probs, None, micro, LossScale.of(mask, 8), None)
+    loss.backward()
+    assert torch.equal(log_probs.grad, torch.where(mask.bool(), given, 0.0))
+
+
 def test_settings_come_from_the_configuration_and_can_be_pickled():
     config = RLVRConfig(pg_clip_low=0.1, kl_loss_coef=0.3)
     config.actor_train.pg_variant = "vanilla"

@@ -17,7 +17,7 @@ def test_all_allowed_values_are_registered():
         "seq-mean-token-sum-norm",
     }
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3", "abs"}
-    assert set(LOSSES) == {"sft", "policy", "value", "dpo", "bradley_terry"}
+    assert set(LOSSES) == {"sft", "gradient", "policy", "value", "dpo", "bradley_terry"}
 
 
 def test_an_unknown_name_error_lists_the_known_names_and_the_closest():

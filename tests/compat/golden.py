@@ -15,9 +15,8 @@ from typing import Any
 import yaml
 
 from roll.base.errors import ConfigError
-from roll.base.schema import value_at
+from roll.base.schema import leaves, value_at
 from roll.loading.load import load_config
-from roll.loading.yaml_files import leaves
 from roll.tools.convert import convert
 from tests.configs.samples import AGENTIC, DATA, MODEL, RECIPES, RLVR, SFT, recipes
 

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from roll.base.schema import leaves, value_at
 from roll.loading.load import load_config
+from roll.loading.yaml_files import read_tree, referenced
 from roll.plan.plan import make_plan
 from roll.tools.convert import convert
 from tests.compat.golden import answered, cases, converted, golden_file
@@ -32,6 +35,16 @@ def test_a_converted_recipe_is_the_same_configuration_and_plan(name: str, monkey
     for plan in plans:
         del plan["warnings"], plan["source"]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("name", recipes(refused=False))
+def test_each_key_of_a_recipe_is_read_or_named_in_a_remark(name: str) -> None:
+    source, written = load_config(RECIPES / f"{name}.yaml").source, read_tree(RECIPES / f"{name}.yaml", [])
+    remarks = " ".join(f"{paths} {message}" for paths, message in source.notes)
+    named = {part for path in leaves(source.tree) for part in path.split(".")} | set(re.findall(r"\w+", remarks))
+    used = referenced(written) - {"reward_pretrain"}
+    given = [path.split(".") for path in leaves(written) if value_at(written, path) not in (None, {})]
+    assert [parts for parts in given if parts[-1] not in named and parts[0] not in used | named] == []
 
 
 def test_references_to_variables_and_times_are_printed_as_they_are(

@@ -1,9 +1,8 @@
-"""The migration tables and docs/coming_from.md agree and name keys that exist."""
+"""The migration tables and docs/coming_from agree and name keys that exist."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import yaml
 
@@ -20,8 +19,9 @@ from roll.configs.devices.sglang_options import server_options
 from roll.configs.pipeline import DPOConfig, RLVRConfig
 from roll.loading.load import PIPELINES
 from tests.configs.samples import DPO_KEYS, READ_KEYS
+from tests.pages import text_of
 
-COMING_FROM = Path(__file__).parents[2] / "docs" / "coming_from.md"
+COMING_FROM = text_of("coming_from")
 ENGINE = "actor_infer.strategy_args.strategy_config."
 
 
@@ -30,7 +30,7 @@ def rows(head: str = "there") -> list[list[str]]:
     found: list[list[str]] = []
     inside = False
     previous = ""
-    for line in COMING_FROM.read_text().splitlines():
+    for line in COMING_FROM.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if line.startswith("|") and not previous.startswith("|"):
             inside = cells[0] == head
@@ -116,14 +116,14 @@ def test_the_rejections_of_the_page_are_those_that_a_file_in_verls_spelling_gets
 
 def test_rules_of_one_line_are_read() -> None:
     text = """
-[<role>.] sft silent
+[<role>.] sft
 some_key other_key if 1 adam* off: reason of
     two lines: it has a colon
 refuse a.*: why
 """
     some, other, refused = read_rules(text)
     assert (some.pattern, other.pattern, refused.pattern) == ("<role>.some_key", "<role>.other_key", "<role>.a.*")
-    assert (some.reason, some.pipelines, some.silent) == ("reason of two lines: it has a colon", ("sft",), True)
+    assert (some.reason, some.pipelines) == ("reason of two lines: it has a colon", ("sft",))
     assert [value for value in (1, 2, "adamw", "sgd", 0, None, True) if some.accepts(value)] == [1, "adamw", 0, None, 1]
     assert some.matches("critic.some_key") and not some.matches("critic.x.some_key") and refused.matches("judge.a.b")
     assert not refused.accepts(1)

@@ -92,6 +92,28 @@ def test_what_has_no_effect_or_is_not_here_is_named(tmp_path: Path, overrides: l
     assert any(message in found for found in findings(config)), findings(config)
 
 
+UNSEEN = ["custom_envs.Unseen.agent=keys_agent:Solver", "custom_envs.Unseen.tasks.file_name=val.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["eval_steps=1"], ["Solver: a.jsonl"]),
+        ([], []),
+        (["eval_steps=1", *UNSEEN], ["Solver: a.jsonl", "Unseen: val.jsonl"]),
+        (["eval_steps=1", *UNSEEN, "val_env_manager.tags=Unseen"], ["Unseen: val.jsonl"]),
+        (["eval_steps=1", *UNSEEN, "val_env_manager.tags=Unseen", "train_env_manager.tags=Solver"], []),
+    ],
+)
+def test_tasks_of_validation_that_are_trained_on_are_named(
+    tmp_path: Path, overrides: list[str], named: list[str]
+) -> None:
+    config = solver(tmp_path, "custom_envs.Solver.tasks.file_name=a.jsonl", *overrides)
+    warned = [each for each in check(config).warnings if "is trained on too" in each.message]
+    parts = [(each.path.split(".")[1], each.message.split()[0]) for each in warned]
+    assert [f"{tag}: {name}" for tag, name in parts] == named
+
+
 def test_a_command_line_in_one_text_is_read_as_words(tmp_path: Path) -> None:
     config = solver(tmp_path, "custom_envs.Solver.agent=null", "custom_envs.Solver.command='python3 -m solve \"a b\"'")
     assert config.custom_envs["Solver"].command == ["python3", "-m", "solve", "a b"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from roll.base.errors import ConfigError, Report
 from roll.configs.pipeline import RLVRConfig, SFTConfig
 from roll.loading.load import load_config
 from roll.plan.hardware import Hardware, prepare_devices
-from tests.configs.samples import RLVR, refusal, rlvr, sft, write
+from tests.configs.samples import RLVR, SFT, refusal, rlvr, sft, write
 
 
 def test_the_pipeline_is_a_key_and_rlvr_by_default(tmp_path: Path) -> None:
@@ -161,6 +162,24 @@ def test_lengths_complete_each_other(tmp_path: Path) -> None:
     assert rlvr(tmp_path).sequence_length == 3072
     by_sequence = RLVR.replace("response_length: 1024", "sequence_length: 8192")
     assert rlvr(tmp_path, text=by_sequence).response_length == 8192 - 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "expected"),
+    [
+        (SFT, "sequence_length: 512", (511, 1, 512)),
+        (SFT, "sequence_length: 4096", (4095, 1, 4096)),
+        (RLVR, "sequence_length: 512", (256, 256, 512)),
+        (RLVR, "sequence_length: 1536", (1024, 512, 1536)),
+        (RLVR, "sequence_length: 512\nresponse_length: 400", (112, 400, 512)),
+    ],
+)
+def test_the_longest_prompt_follows_from_sequence_length(
+    tmp_path: Path, text: str, lengths: str, expected: tuple[int, int, int]
+) -> None:
+    text = re.sub("(prompt|response)_length: .*\n", "", text)
+    config = load_config(write(tmp_path, f"{text}{lengths}\n"))
+    assert (config.prompt_length, config.response_length, config.sequence_length) == expected
 
 
 @pytest.mark.parametrize(

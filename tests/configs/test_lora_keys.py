@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.base.errors import ConfigError
-from roll.configs.learning.lora import adapter_parameters, base_is_reference
+from roll.configs.learning.lora import adapter_arguments, adapter_parameters, base_is_reference, training_of
 from roll.loading.load import load_config
 from roll.models.families.shape import known_model_shape
 from roll.models.tiny import write_tiny_model
@@ -123,11 +123,12 @@ def test_the_plan_counts_gradients_and_optimizer_of_adapters_alone(tmp_path: Pat
 @pytest.mark.parametrize(
     ("keys", "cpu", "cuda"),
     [
-        ([], False, True),
+        ([], True, True),
+        (["actor_train.model_args.dtype=fp32", "actor_infer.model_args.dtype=fp32"], False, True),
         (["actor_train.lora_update=adapter"], True, True),
         (["actor_train.lora_update=merged"], False, False),
         (["actor_infer.strategy_args.strategy_config.load_format=dummy"], False, False),
-        (["actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0,1]", "async_generation_ratio=0"], 0, 0),
+        (["actor_train.device_mapping=[0,1]", "actor_infer.device_mapping=[0,1]", "async_generation_ratio=0"], 1, 0),
     ],
 )
 def test_engines_get_adapters_where_they_keep_the_weights_below(
@@ -145,6 +146,19 @@ def test_adapters_need_engines_that_load_the_model(tmp_path: Path, model: Path) 
     assert message in problems(tmp_path, model, *keys, **LORA)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "way", "warned"), [("bf16", "merged", 1), ("fp32", "merged", 0), ("bf16", "adapter", 0)]
+)
+def test_sums_of_weights_and_adapters_that_are_rounded_are_warned_of(
+    tmp_path: Path, model: Path, dtype: str, way: str, warned: bool
+) -> None:
+    keys = [f"{role}.model_args.dtype={dtype}" for role in ("actor_train", "actor_infer")]
+    config = load(
+        tmp_path, model, "actor_infer.device_mapping=[16,17]", f"actor_train.lora_update={way}", *keys, **LORA
+    )
+    assert ("merged rounds small changes away" in str(config.source.report.warnings)) == warned
+
+
 def test_a_policy_for_running_requests_has_no_effect_on_adapters(tmp_path: Path, model: Path) -> None:
     keys = ["actor_train.lora_update=adapter", "async_generation_ratio=1", "in_flight_policy=drain"]
     config = load(tmp_path, model, "actor_infer.device_mapping=[16,17]", *keys, **LORA)
@@ -153,10 +167,87 @@ def test_a_policy_for_running_requests_has_no_effect_on_adapters(tmp_path: Path,
 
 def test_the_plan_counts_the_places_of_adapters_in_an_engine(tmp_path: Path, model: Path) -> None:
     keys = ["actor_infer.device_mapping=[16,17]", "actor_infer.num_gpus_per_worker=1", "async_generation_ratio=1.5"]
+    keys += [f"{role}.model_args.dtype=fp32" for role in ("actor_train", "actor_infer")]
     config = load(tmp_path, model, *keys, **LORA)
     arguments, shape = config.actor_train.model_args, known_model_shape(model)
     for platform, places in (("cpu", 0), ("cuda", 2 + 2)):
         plans = memory_plans(config, model_shapes(config), platform)
         [lines] = [plan.lines for plan in plans if plan.role == "actor_infer"]
         size = sum(line.bytes for line in lines if line.name == "adapters")
-        assert size == places * adapter_parameters(shape, arguments, shape.layers) * 2
+        assert size == places * adapter_parameters(shape, arguments, shape.layers) * 4
+
+
+POLICIES = "policies={math: {tags: [math], lora_rank: 16}, code: {tags: [code], learning_rate: 2e-5}}"
+ONE_STEP = "actor_train.training_args.gradient_accumulation_steps=64"
+
+
+def with_policies(folder: Path, model: Path, *overrides: str, **lora: Any) -> Any:
+    return load(folder, model, "actor_infer.device_mapping=[16,17]", ONE_STEP, POLICIES, *overrides, **LORA | lora)
+
+
+def test_policies_have_adapters_and_rates_of_their_own_and_their_engines_get_adapters(
+    tmp_path: Path, model: Path
+) -> None:
+    config = with_policies(tmp_path, model, "async_generation_ratio=1", lora_alpha=8)
+    role, shape = config.actor_train, known_model_shape(model)
+    for platform in ("cpu", "cuda"):
+        found = config.adapters(platform)
+        assert {name: (each.lora_rank, each.lora_scale) for name, each in found.items()} == {
+            "math": (16, 0.5),
+            "code": (4, 2.0),
+        }
+    rates = {name: training_of(role.training_args, own).learning_rate for name, own in config.policies.items()}
+    assert rates == {"math": 1e-5, "code": 2e-5}
+    engine = adapter_arguments(found.values(), shape, ahead=1)
+    assert (engine["max_loras_per_batch"], engine["max_lora_rank"]) == (2 * 2 + 1, 16)
+    [plan] = [plan for plan in memory_plans(config, model_shapes(config), "cpu") if plan.role == "actor_train"]
+    [gradients] = [line.bytes for line in plan.lines if line.name == "gradients"]
+    each = [adapter_parameters(shape, one, shape.layers, role.layout.tensor) for one in found.values()]
+    assert gradients == 4 * sum(each)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lora", "message"),
+    [
+        (["policies={a: {tags: [x]}, b: {tags: [x]}}"], {}, "policies.b.tags: x is a tag of a too; leave it out of"),
+        (
+            ["policies={a: {tags: [x], learning_rate: 1e-7}}", "actor_train.training_args.min_learning_rate=1e-6"],
+            {},
+            "policies.a.learning_rate: 1e-07 is below min_learning_rate 1e-06; use at least that",
+        ),
+        (["policies={a: {}}"], {}, "policies.a.tags: is empty; write the tags of its prompts"),
+        (["policies={a/b: {tags: [x]}}"], {}, "policies.a/b: names a folder and metrics; use letters, digits, - and _"),
+        (["actor_train.lora_update=merged"], {}, "lora_update: merged gives an engine the weights of one policy"),
+        (
+            ["actor_train.training_args.gradient_accumulation_steps=16"],
+            {},
+            "optimizer steps a batch, policies have one",
+        ),
+        (
+            ["actor_infer.strategy_args.strategy_config.load_format=dummy"],
+            {},
+            "load_format of actor_infer is dummy; use load_format auto, the model of actor_train",
+        ),
+        (["adv_estimator=gae", "critic.device_mapping=[0]"], {}, "adv_estimator: gae has a critic, and policies have"),
+        (
+            [],
+            {"lora_target": ""},
+            "policies.code.learning_rate: has no effect: policies share weights only where adapters are trained",
+        ),
+    ],
+)
+def test_what_policies_cannot_do_is_named(
+    tmp_path: Path, model: Path, overrides: list[str], lora: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_policies(tmp_path, model, *overrides, **lora)
+    assert message in str(caught.value)
+
+
+def test_policies_may_learn_from_a_batch_several_times(tmp_path: Path, model: Path) -> None:
+    assert with_policies(tmp_path, model, "ppo_epochs=2").optimizer_steps_per_batch == 2
+
+
+def test_policies_start_from_new_adapters(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="adapter_name_or_path: policies start from new adapters; leave it out"):
+        with_policies(tmp_path, model, adapter_name_or_path=saved(tmp_path / "a", model, r=4, lora_alpha=4))

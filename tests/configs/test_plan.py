@@ -68,7 +68,19 @@ def test_batch_arithmetic_by_count(tmp_path: Path) -> None:
         "tokens per step, at most": 1024 * 3072,
         "learning-rate schedule": "200 steps",
         "warm-up": "20 steps",
+        "weight update": "14.19 GiB",
     }
+
+
+@pytest.mark.parametrize(
+    ("ratio", "limit", "requests"), [(0, 256, 64), (1, 256, 128), (0.5, 256, 96), (1, 100, 100), (4, 256, 256)]
+)
+def test_generation_that_runs_ahead_gives_an_engine_requests_of_several_batches(
+    tmp_path: Path, ratio: float, limit: int, requests: int
+) -> None:
+    overrides = (f"async_generation_ratio={ratio}", f"actor_infer.max_running_requests={limit}")
+    plan = lines(make_plan(rlvr(tmp_path, "rollout_batch_size=64", *overrides), SERVER))
+    assert (plan["requests per engine and step"], plan["requests at a time on one engine"]) == (64, requests)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,29 @@ def test_sft_takes_one_optimizer_step_per_batch(tmp_path: Path) -> None:
 
 
 PUBLISHED = {"qwen2.5-0.5B": 494_032_768, "qwen2.5-7B": 7_615_616_512, "qwen2.5-32B": 32_763_876_352}
+
+
+@pytest.mark.parametrize(
+    ("keys", "formula"),
+    [
+        (["weight_update=delta"], "7,615,616,512 weights x 2 B, if all of them change"),
+        (["actor_train.model_args.freeze_module_prefix=[lm_head]"], "7,070,619,136 weights x 2 B"),
+        (["actor_train.lora_update=merged"], "462,422,016 weights of layers with adapters x 2 B"),
+        (["actor_train.lora_update=adapter"], "3,211,264 parameters of adapters x 2 B"),
+    ],
+)
+def test_the_plan_shows_what_a_weight_update_sends(tmp_path: Path, keys: list[str], formula: str) -> None:
+    """Of adapters for q_proj: 28 layers of 4,608 rows of query, key and value x 3,584, or of 14 x (4,608 + 3,584)."""
+    lora = ["actor_train.model_args.lora_target=q_proj", "actor_train.model_args.lora_rank=14"]
+    plan = make_plan(rlvr(tmp_path, *keys, *(lora if "lora" in keys[0] else [])), SERVER)
+    assert [line.formula for line in plan.batch if line.name == "weight update"] == [formula]
+
+
+def test_the_rank_that_sends_deltas_keeps_the_weights_of_its_stage(tmp_path: Path) -> None:
+    stages = "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size=2"
+    plan = make_plan(rlvr(tmp_path, "weight_update=delta", stages), SERVER)
+    [kept] = memory(plan, "actor_train").host
+    assert abs(kept.bytes - 7_615_616_512) == 3584, "two bytes of half of the weights, but for the last norm"
 
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
@@ -185,11 +220,11 @@ def test_gpus_shared_on_several_nodes_are_said_to_get_their_weights_slowly(tmp_p
         assert not [warning for warning in map(str, warnings) if "shares the GPUs" in warning]
 
 
-def test_missing_model_removes_only_the_memory_estimate(tmp_path: Path) -> None:
+def test_missing_model_removes_only_the_memory_estimate_and_the_size_of_updates(tmp_path: Path) -> None:
     known, unknown = rlvr(tmp_path), rlvr(tmp_path, "pretrain=/elsewhere/model")
     plan = make_plan(unknown, SERVER)
     assert plan.memory == []
-    assert plan.batch == make_plan(known, SERVER).batch
+    assert plan.batch == [line for line in make_plan(known, SERVER).batch if line.name != "weight update"]
     assert "pretrain: /elsewhere/model is not a folder on this machine" in plan.stops
     expected = "no memory estimate for actor_train, actor_infer: the model's config.json is not on this machine"
     assert expected in plan.warnings

@@ -41,6 +41,7 @@ def test_batch_arithmetic_of_trajectories(tmp_path: Path) -> None:
         "tokens per step, at most": 64 * 2048,
         "learning-rate schedule": "50 steps",
         "warm-up": "0 steps",
+        "weight update": "14.19 GiB",
     }
 
 
@@ -111,5 +112,5 @@ def test_planning_agents_imports_no_engine(tmp_path: Path) -> None:
         "names = ('roll.envs', 'torch', 'ray', 'sglang', 'megatron', 'transformers')\n"
         "print([name for name in names if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "['roll.envs']"

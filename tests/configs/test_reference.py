@@ -8,14 +8,14 @@ import sys
 from roll.base.schema import known_keys
 from roll.configs.devices.sglang_options import OWNED, server_options
 from roll.loading.load import PIPELINES
-from roll.loading.reference import ALGORITHMS, PATH, SPELLINGS_PATH, render, render_algorithms, render_spellings
+from roll.loading.reference import DOCS, generated_pages
 
 
 def test_the_pages_are_up_to_date() -> None:
-    for path, text in ((PATH, render()), (SPELLINGS_PATH, render_spellings())):
-        assert path.read_text() == text, "run: python -m roll.loading.reference"
-    page = ALGORITHMS.read_text()
-    assert page == render_algorithms(page), "run: python -m roll.loading.reference"
+    pages = generated_pages()
+    outdated = [file.name for file, text in pages.items() if not file.exists() or file.read_text() != text]
+    assert outdated == [], "run: python -m roll.loading.reference"
+    assert set((DOCS / "configuration").glob("*.md")) <= pages.keys()
 
 
 def test_every_key_has_a_help_text() -> None:
@@ -36,5 +36,5 @@ def test_reading_and_planning_a_file_imports_no_engine() -> None:
         "import sys, roll.loading.load, roll.plan.plan, roll.cli\n"
         "print([name for name in ('torch', 'ray', 'sglang', 'megatron', 'transformers') if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -75,8 +75,8 @@ def test_importance_sampling_is_another_spelling_of_token_weights(tmp_path: Path
     weights = config.correction.weights
     assert (weights.level, weights.mode, weights.lower, weights.upper) == ("token", "clamp", 0.5, 2.0)
     assert (config.old_log_probs_source, config.pg_ratio_base) == ("recompute", "proximal")
-    message = "true is read as correction.weights {level: token, mode: clamp, lower: 0.5, upper: 2.0}"
-    assert ("importance_sampling", message) in config.source.notes
+    message = "is read as correction.weights {level: token, mode: clamp, lower: 0.5, upper: 2.0}"
+    assert ("importance_sampling, is_clip_range", message) in config.source.notes
 
 
 def test_importance_sampling_off_is_a_remark(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_code_that_takes_long_is_reported_with_its_line(
     write(folder, "mine_g.py", "import time\n\ndef score(seconds):\n    time.sleep(seconds)\n")
     score: Any = import_named("mine_g:score", callable)[1]
     with report_if_slow("a call of mine_g:score"):
-        score(0.5)
+        score(2.0)
     with report_if_slow("another call"):
         score(0.0)
     time.sleep(0.3)
@@ -187,4 +187,4 @@ def test_a_file_of_the_current_folder_replaces_no_standard_module(folder: Path) 
     write(folder, "queue.py", "raise ValueError")
     write(folder, "mine_q.py", "")
     environment = os.environ | thread_environment(threads=1)
-    subprocess.run([sys.executable, "-c", "import queue, mine_q"], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", "import queue, mine_q"], env=environment, check=True)

@@ -10,16 +10,16 @@ SAMPLES = [([5, 6], [7, 8, 9], [-0.1, -0.2, -0.3], [3, 3, 4]), ([5], [7], [-0.5]
 
 
 def test_the_value_of_a_sequence_is_asked_for_after_its_last_token():
-    tensors = collate_scored([[5, 6, 7], [8]], pad_token_id=9)
-    assert tensors["input_ids"].tolist() == [[5, 6, 7, 9], [8, 9, 9, 9]]
+    tensors = collate_scored([[5, 6, 7], [8]])
+    assert tensors["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
     assert tensors["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert tensors["response_mask"].tolist() == [[False, False, False, True], [False, True, False, False]]
     assert tensors["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_samples_are_padded_on_the_right():
-    batch = collate_samples(SAMPLES, pad_token_id=99)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 7, 99, 99, 99]]
+    batch = collate_samples(SAMPLES)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [5, 7, 0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
     assert batch["response_mask"].int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
@@ -38,10 +38,6 @@ def test_dtypes():
         "behavior_log_probs": torch.float32,
         "weight_version": torch.int32,
     }
-
-
-def test_the_width_is_rounded_up():
-    assert collate_samples(SAMPLES, round_to=4)["input_ids"].shape == (2, 8)
 
 
 def test_sampling_masks_follow_each_other_in_a_row():

@@ -30,7 +30,13 @@ def test_a_parser_that_raises_leaves_the_text(error: Exception, monkeypatch: pyt
 
     parse = tool_parser("qwen25", "")
     monkeypatch.setattr(FunctionCallParser, "parse_non_stream", fail)
-    assert parse(CALL, TOOLS) == ParsedText(CALL)
+    assert parse(CALL, TOOLS) == ParsedText(CALL, unread=1)
+
+
+@pytest.mark.parametrize("name", ["qwen25", "hermes"])
+def test_a_call_that_cannot_be_read_is_counted(name: str) -> None:
+    broken = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
+    assert [tool_parser(name, "")(text, TOOLS).unread for text in (broken, CALL, "No call.")] == [1, 0, 0]
 
 
 def test_auto_follows_the_template_and_an_unknown_name_is_refused() -> None:

@@ -23,6 +23,7 @@ from roll.distributed.infer.engine_monitor import EnginesLostError
 from roll.distributed.process_watch import ProcessWatch
 from roll.distributed.resources import Node, ResourceManager
 from roll.usercode.stopped import StopTimes, is_stopped
+from tests.processes import PATIENCE_S
 
 
 class Sleeping:
@@ -51,7 +52,7 @@ def cluster() -> Iterator[Sleeping]:
 
 
 def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -66,9 +67,9 @@ def test_who_waits_for_something_else_learns_of_a_dead_rank(cluster: Any, tmp_pa
         assert not waiting.done()
         cluster.children[1].kill()
         with pytest.raises(ClusterError) as caught:
-            await asyncio.wait_for(waiting, 10)
+            await waiting
         with pytest.raises(ClusterError):
-            await asyncio.wait_for(watch.wait_for_death(), 1)
+            await watch.wait_for_death()
         await watch.close()
         return caught.value
 
@@ -167,7 +168,7 @@ def test_the_death_of_a_process_of_ray_ends_what_the_run_waits_for(
         with pytest.raises(ClusterError, match=f"^{name}, a process of Ray, died$") as caught:
             with watch.deaths_as_causes():
                 ray[name].send_signal(number)
-                await asyncio.sleep(10)
+                await asyncio.sleep(PATIENCE_S)
         assert caught.value.process_failed == (name == "raylet"), "the run starts again"
         await asyncio.sleep(0)  # nothing is left of the cancellation
         await watch.close()
@@ -204,7 +205,7 @@ def test_a_dead_ray_is_not_called_to_learn_its_nodes(ray: dict[str, psutil.Proce
 def test_an_interruption_stays_one(ray: dict[str, psutil.Process], tmp_path: Path) -> None:
     async def block(watch: ProcessWatch) -> None:
         with watch.deaths_as_causes():
-            await asyncio.sleep(10)
+            await asyncio.sleep(PATIENCE_S)
 
     async def scenario() -> None:
         task = asyncio.create_task(block(ProcessWatch([], EventLog(tmp_path))))
@@ -232,7 +233,7 @@ def test_a_look_that_fails_for_any_reason_is_logged_and_the_watch_goes_on(
         watch.start()
         cluster.children[0].kill()
         with pytest.raises(ClusterError, match="actor_train-0: its process died"):
-            await asyncio.wait_for(watch.wait_for_death(), 5)
+            await watch.wait_for_death()
         await watch.close()
 
     asyncio.run(scenario())

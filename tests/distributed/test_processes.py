@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from roll.distributed.processes import END_TIMEOUT_S, end, follow, gc_paused, has_ended, how_ended
+from roll.distributed.processes import end, follow, gc_paused, has_ended, how_ended
 
 DIES_WITH_A_THREAD_LEFT = """
 import ctypes, sys, threading
@@ -36,13 +37,14 @@ def test_garbage_collection_is_as_before_after_a_pause() -> None:
     assert gc.isenabled()
 
 
-def test_a_dead_process_is_not_waited_for_until_its_parent_asks_for_its_exit_code() -> None:
+def test_a_dead_process_is_not_waited_for_until_its_parent_asks_for_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("roll.distributed.processes.END_TIMEOUT_S", math.inf)
     child = subprocess.Popen([sys.executable, "-c", ""])
     process = psutil.Process(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    start = time.monotonic()
     end([process])
-    assert time.monotonic() - start < END_TIMEOUT_S / 2
     assert status_of(process) == psutil.STATUS_ZOMBIE and has_ended(process)
     assert child.wait() == 0
     assert has_ended(process)
@@ -54,13 +56,13 @@ def test_a_process_whose_main_thread_has_ended_is_waited_for() -> None:
     while status_of(process) != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     assert not has_ended(process)
-    child.communicate(timeout=60)
+    child.communicate()
     assert has_ended(process)
 
 
 def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.distributed.processes.END_TIMEOUT_S", 0.2)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"])
     end([psutil.Process(child.pid)])
     assert child.wait() == -9
 
@@ -74,8 +76,7 @@ def test_how_a_process_ended_is_known_while_its_parent_has_not_waited_for_it(end
     assert how_ended("worker-0") == how_ended("unknown") == "died"
     assert child.stdin is not None
     child.stdin.close()
-    until = time.monotonic() + 30
-    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+    while psutil.Process(child.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     assert how_ended("worker-0") == text
     child.wait()

@@ -7,7 +7,6 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def test_auto_is_the_ray_that_was_started_on_this_machine(monkeypatch: pytest.Mo
 def test_only_a_program_that_speaks_the_protocol_of_ray_is_joined(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, problem: str | None, host: str
 ) -> None:
-    monkeypatch.setattr(ray_session, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ray_session, "PROBE_TIMEOUT_S", 600.0 if answer else 0.5)
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
 
         def serve() -> None:
@@ -102,12 +101,12 @@ def test_only_a_program_that_speaks_the_protocol_of_ray_is_joined(
             with connection:
                 connection.sendall(answer)
                 connection.recv(4096)
-                ended.wait(10)
+                ended.wait()
 
         ended = threading.Event()
         serving = threading.Thread(target=serve)
         serving.start()
-        address, began = f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}", time.monotonic()
+        address = f"{f'[{host}]' if ':' in host else host}:{server.getsockname()[1]}"
         try:
             if problem is None:
                 probe_address(address)
@@ -117,7 +116,6 @@ def test_only_a_program_that_speaks_the_protocol_of_ray_is_joined(
         finally:
             ended.set()
             serving.join()
-        assert time.monotonic() - began < 5
 
 
 def test_a_name_that_is_looked_up_forever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

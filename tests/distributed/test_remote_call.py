@@ -141,8 +141,8 @@ def test_an_exception_outside_the_worker_is_a_cluster_error_with_its_last_line()
 def test_a_call_past_its_deadline_names_the_rank_and_a_batched_one_is_cancelled_in_the_actor(batched: bool) -> None:
     async def scenario() -> None:
         engine = Engine()
-        late = client(batched, engine, timeout_s=0.05)
-        with pytest.raises(ClusterError, match=r"actor_infer.hang: no answer within 0.05 s from rank 0") as caught:
+        late = client(batched, engine, timeout_s=0.3)
+        with pytest.raises(ClusterError, match=r"actor_infer.hang: no answer within 0.3 s from rank 0") as caught:
             await late.call([0], Methods.hang, 1)
         assert caught.value.kind == "Timeout"
         assert await client(batched, engine).call([0], Methods.double, 1) == [2]

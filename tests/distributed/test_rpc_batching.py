@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.distributed.calls.rpc_batching import Answer, Call, RpcActor, RpcClient, RpcError
+from tests.processes import PATIENCE_S
 
 
 class Actor:
@@ -67,7 +68,7 @@ def test_every_call_runs_once_and_is_answered_once(plan: list[tuple[int, int, in
         actor = Actor()
         clients = [actor.client(), actor.client()]
         calls = [delayed(clients[which], value, wait, turns) for value, (wait, turns, which) in enumerate(plan)]
-        return await asyncio.wait_for(asyncio.gather(*calls), 10), actor.begun
+        return await asyncio.wait_for(asyncio.gather(*calls), PATIENCE_S), actor.begun
 
     answers, begun = asyncio.run(scenario())
     assert answers == [2 * value for value in range(len(plan))]
@@ -96,8 +97,8 @@ def test_a_cancelled_call_is_cancelled_in_the_actor_and_others_are_answered(afte
         for _ in range(after):
             await asyncio.sleep(0)
         unwanted.cancel()
-        answer = await asyncio.wait_for(wanted, 10)
-        assert await asyncio.wait_for(client.call("double", 5, 0), 10) == 10
+        answer = await asyncio.wait_for(wanted, PATIENCE_S)
+        assert await asyncio.wait_for(client.call("double", 5, 0), PATIENCE_S) == 10
         return answer, actor
 
     answer, actor = asyncio.run(scenario())
@@ -130,7 +131,7 @@ def test_the_calls_of_a_client_whose_socket_is_lost_are_cancelled_and_those_of_o
                 await asyncio.sleep(0)
             connection.connection_lost(None)
         other = actor.client()
-        answer = await asyncio.wait_for(other.call("double", 4, 50), 10)
+        answer = await asyncio.wait_for(other.call("double", 4, 50), PATIENCE_S)
         return actor, answer
 
     actor, answer = asyncio.run(scenario())
@@ -165,7 +166,7 @@ def test_a_cancellation_does_not_overtake_its_call() -> None:
         await asyncio.sleep(0)
         for call in many:
             call.cancel()
-        assert await asyncio.wait_for(client.call("double", 5, 0), 10) == 10
+        assert await asyncio.wait_for(client.call("double", 5, 0), PATIENCE_S) == 10
         return actor
 
     actor = asyncio.run(scenario())
@@ -191,6 +192,6 @@ def test_a_broken_transport_fails_waiting_and_later_calls(broken: str) -> None:
         first = await asyncio.gather(*(client.call("double", 1, 0) for _ in range(2)), return_exceptions=True)
         return first + await asyncio.gather(client.call("double", 1, 0), return_exceptions=True)
 
-    assert [repr(error) for error in asyncio.run(asyncio.wait_for(scenario(), 10))] == [
+    assert [repr(error) for error in asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))] == [
         repr(ConnectionError(broken))
     ] * 3

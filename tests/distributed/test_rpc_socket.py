@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.distributed.calls.rpc_socket import Connection, MessageError
+from tests.processes import PATIENCE_S
 
 SIZES = st.one_of(st.integers(0, 100), st.integers(60_000, 70_000), st.just(500_000))
 
@@ -60,7 +61,7 @@ def test_messages_arrive_whole_and_in_order_in_both_directions(there: list[int],
         await asyncio.gather(server.has(len(there)), client.has(len(back)))
         return server.received, client.received
 
-    at_server, at_client = asyncio.run(asyncio.wait_for(scenario(), 30))
+    at_server, at_client = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert at_server == [(size, b"x" * size) for size in there]
     assert at_client == [(size, b"y" * size) for size in back]
 
@@ -73,7 +74,7 @@ def test_a_message_that_cannot_be_read_is_an_error_and_later_ones_arrive() -> No
         await server.has(2)
         return server
 
-    server = asyncio.run(asyncio.wait_for(scenario(), 30))
+    server = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert server.received == ["next"]
     [error] = server.unread
     assert "invalid literal for int() with base 10: 'no number'" in str(error)
@@ -88,5 +89,5 @@ def test_the_process_of_another_user_is_not_served(monkeypatch: pytest.MonkeyPat
         await asyncio.gather(server.lost.wait(), client.lost.wait())
         return server, client
 
-    server, client = asyncio.run(asyncio.wait_for(scenario(), 30))
+    server, client = asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert server.received == [] and not server.connection.is_open and not client.connection.is_open

@@ -1,8 +1,8 @@
-"""The examples of docs/environments.md run, and its tables are complete."""
+"""The examples of docs/environments.md and docs/environments run, and its tables are complete."""
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from pathlib import Path
 
@@ -15,17 +15,14 @@ from roll.configs.check import check
 from roll.envs import make_env
 from roll.envs.registry import BUILT_IN_ENVS
 from roll.loading.load import load_config
+from tests.pages import blocks, text_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PAGE = text_of("environments")
 
 
 def block(language: str, *parts: str) -> str:
     """The block with these texts."""
-    (found,) = (each for each in blocks(language) if all(part in each for part in parts))
+    (found,) = (each for each in blocks(PAGE, language) if all(part in each for part in parts))
     return found
 
 
@@ -57,7 +54,7 @@ def test_the_example_can_be_won(guess):
 
 
 def test_the_first_entry_of_the_page_is_valid():
-    env = make_env(**yaml.safe_load(blocks("yaml")[0]))
+    env = make_env(**yaml.safe_load(blocks(PAGE, "yaml")[0]))
     assert env.config.max_steps == 10 and "slippery" not in env.instruction
 
 
@@ -94,29 +91,27 @@ def test_the_entries_with_tools_are_valid(monkeypatch):
     make_env(**yaml.safe_load(block("yaml", "clock_server.py")))
 
 
-@pytest.fixture
-def questions(tmp_path, monkeypatch):
-    """The folder of the example with a search tool, with its configuration."""
-    (tmp_path / "questions_env.py").write_text(block("python", "class Questions("), encoding="utf-8")
-    (tmp_path / "questions.jsonl").write_text('{"question": "Who pulls the sea?", "answer": "Moon"}\n')
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "tide.md").write_text("The moon pulls the sea.")
-    (tmp_path / "questions.yaml").write_text(block("yaml", "questions_env"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path / "questions.yaml"
-    sys.modules.pop("questions_env", None)
-
-
 @pytest.mark.parametrize("estimator", ["gigpo", "step_reinforce"])
-def test_the_file_with_a_search_tool_is_accepted_and_played(questions, estimator):
+def test_the_recipe_with_a_search_tool_is_accepted_and_played(estimator, monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.syspath_prepend(str(root / "examples" / "search_notes"))
     overrides = [f"adv_estimator={estimator}", *(["sample_by=step"] if estimator == "step_reinforce" else [])]
-    config = load_config(questions, overrides)
+    config = load_config(root / "examples" / "search_notes" / "questions.yaml", overrides)
     assert check(config).errors == check(config).warnings == []
     assert (config.adv_estimator, config.async_generation_ratio, config.eval_steps) == (estimator, 1, 20)
     entry = config.custom_envs["Questions"]
     env = make_env(entry.env_type, entry.env_config)
-    assert env.reset(seed=1)[0] == "Who pulls the sea?"
-    found = env.step('<tool_call>{"name": "search", "arguments": {"query": "pulls the sea"}}</tool_call>')
-    assert "[1] The moon pulls the sea." in found[0] and not found[2]
-    assert env.step("<answer>moon</answer>")[1:3] == (1.0, True)
+    question = env.reset(seed=1)[0]
+    rows = (root / "examples" / "search_notes" / "questions.jsonl").read_text().splitlines()
+    (answer,) = (row["answer"] for row in map(json.loads, rows) if row["question"] == question)
+    call = json.dumps({"name": "search", "arguments": {"query": question}})
+    found = env.step(f"<tool_call>{call}</tool_call>")
+    assert answer.lower() in found[0].lower() and not found[2], "the notes answer the question"
+    assert env.step(f"<answer>{answer}</answer>")[1:3] == (1.0, True)
+
+
+@pytest.mark.parametrize(("language", "name"), [("python", "questions_env.py"), ("yaml", "questions.yaml")])
+def test_the_page_shows_the_files_of_the_recipe(language, name):
+    file = Path(__file__).parents[2] / "examples" / "search_notes" / name
+    assert file.read_text() in [f"{each.rstrip()}\n" for each in blocks(PAGE, language)]

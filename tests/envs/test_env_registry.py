@@ -124,6 +124,13 @@ def test_invalid_metrics_are_an_error(monkeypatch, metrics, expected):
     assert expected in str(caught.value) and "custom_envs.Walk.env_type" in str(caught.value)
 
 
+def test_an_unknown_option_of_a_class_without_options_says_where_they_are_declared():
+    assert (
+        "env_config.width: unknown key; known: max_steps, env_instruction, tools; options of your own are fields"
+        in (message(f"{__name__}:Walk", {"width": 8}))
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

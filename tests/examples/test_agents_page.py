@@ -27,17 +27,23 @@ def block(language: str, part: str) -> str:
 def test_the_files_of_the_page_are_a_run_without_remarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    run = block("yaml", "pipeline: agentic")
     for name, text in {
         "my_agent.py": block("python", "class Solver"),
-        "tasks.jsonl": block("json", "question"),
-        "my_run.yaml": block("yaml", "pipeline: agentic"),
+        "tasks.jsonl": block("json", '"question"'),
+        "val_tasks.jsonl": block("json", '"question"').replace("17", "18"),
+        "episodes.jsonl": block("json", "tool_calls") * 64,
+        "my_run.yaml": run,
+        "validated.yaml": yaml.safe_dump(yaml.safe_load(run) | yaml.safe_load(block("yaml", "Unseen"))),
+        "warm.yaml": block("yaml", "pipeline: sft"),
     }.items():
         (tmp_path / name).write_text(text)
     assert "examples.tiny_agent.model --out my_model" in PAGE
     make_model(tmp_path / "my_model")
-    config = load_config(tmp_path / "my_run.yaml", ["num_devices_per_node=2"])
-    for report in (check(config), check_inputs(config)):
-        assert [*report.errors, *report.warnings, *report.missing] == []
+    for name in ("my_run", "validated", "warm"):
+        config = load_config(tmp_path / f"{name}.yaml", ["num_devices_per_node=2"])
+        for report in (check(config), check_inputs(config)):
+            assert (name, [*report.errors, *report.warnings, *report.missing]) == (name, [])
 
 
 def test_the_page_has_every_key_of_the_gateway() -> None:

@@ -85,6 +85,6 @@ def test_a_table_replaces_what_stands_between_its_marks(monkeypatch: pytest.Monk
     assert pages.filled(own, "rloo") == own
     assert list(pages.own_table("dpo"))[2:] == ["| seed 57 | 0.00 | 0.50 | 0.90 |"]
     rows = list(pages.main_table("algorithms"))
-    assert "| [`rloo`](recipes/rloo.md) | 1e-3 | 0.76 |  |  |  |  |" in rows
+    assert "| [`rloo`](../recipes/rloo.md) | 1e-3 | 0.76 |  |  |  |  |" in rows
     assert not any("dpo" in row and "dppo" not in row and "gdpo" not in row for row in rows)
     assert Path(pages.DOCS / "recipes/rloo.md").is_file()

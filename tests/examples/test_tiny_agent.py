@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_agent.episodes import CALL, CHAT_TEMPLATE, END_CALL, WORDS, conversation, write_episodes
-from examples.tiny_agent.solver import TOOLS, calculator, problem, run_tool
-from examples.tiny_math.prepare import prepare
+from examples.tiny_agent.demo import warm_inputs
+from examples.tiny_agent.episodes import CALL, END_CALL, conversation, write_episodes
+from examples.tiny_agent.model import make_model
+from examples.tiny_agent.problems import calculator, problem
+from examples.tiny_agent.solver import TOOLS, run_tool
 from roll.datasets.templates import ConversationEncoder
 from roll.datasets.tokenizer import load_tokenizer
 from roll.gateway.tool_parsers import hermes
@@ -23,7 +25,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "tiny_agent"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(tmp_path_factory.mktemp("model"), words=WORDS, chat_template=CHAT_TEMPLATE)
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_run_of_the_agent_plans_without_a_warning(model: Path) -> None:
@@ -34,11 +36,7 @@ def test_the_run_of_the_agent_plans_without_a_warning(model: Path) -> None:
 
 def test_the_warm_start_plans_with_the_written_episodes(model: Path, tmp_path: Path) -> None:
     data = write_episodes(tmp_path, seed=1, train=3, val=2)
-    files = [
-        f"{role}.data_args.file_name=[{data}/{name}.jsonl]"
-        for role, name in (("actor_train", "train"), ("validation", "val"))
-    ]
-    config = load_config(FOLDER / "sft_config.yaml", [f"pretrain={model}", *files])
+    config = load_config(FOLDER / "sft_config.yaml", warm_inputs(model, data))
     assert prepare_run(config, LAPTOP) == []
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from roll.base.errors import RunError
@@ -43,9 +44,13 @@ class Echo(Worker):
         return os.environ.get(name)
 
     @register()
-    def stumble(self, rank: int) -> None:
+    def stumble(self, rank: int, first: Path) -> None:
+        """This rank raises after it has written the file `first`, and the others after that."""
         if self.rank.rank == rank:
+            first.touch()
             raise KeyError(f"rank {rank} lost its key")
+        while not first.exists():
+            time.sleep(0.01)
         time.sleep(0.2)
         raise RuntimeError("the peer went away")
 
@@ -83,13 +88,17 @@ class AsyncEcho(Worker):
 
     concurrent = True
     restartable = True
+    met = 0
 
     @register()
     async def spawn(self) -> int:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 
     @register()
-    async def meet(self, name: str) -> float:
-        start = time.monotonic()
-        await asyncio.sleep(0.5)
-        return time.monotonic() - start
+    async def meet(self, count: int) -> int:
+        """Returns once `count` calls of it run: which of them this one was."""
+        self.met += 1
+        number = self.met - 1
+        while self.met < count:
+            await asyncio.sleep(0.01)
+        return number

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from roll.base.events import EVENTS_FILE
 from roll.distributed.weights.adapters import AdapterSynchronizer
 from roll.distributed.weights.transport import Transport
 from roll.pipeline.checkpoint import MARKER
@@ -87,21 +88,28 @@ class Killer:
     def before_learning(self, batch: SampleBatch, step: int) -> Mapping[str, float]:
         self._write_samples(batch, step)
         lines = self._file.read_text().splitlines()
-        self._file.write_text("\n".join(line for line in lines if int(line.split()[0]) != step))
-        for line in lines:
-            at, how, name, *where = line.split()
-            if int(at) == step:
-                if how == "spoil":
-                    spoil(self._output, random.Random(step))
-                elif name == "reward_worker":
-                    workers_of(process_of("rollouter"))[0].send_signal(SIGNALS[how])
-                elif "in_update" in where:
-                    in_next_update(partial(self._send, SIGNALS[how], name, "scheduler" in where, line))
-                    continue
-                else:
-                    process_of(name, "scheduler" in where).send_signal(SIGNALS[how])
-                self._happened(line)
+        due = [line for line in lines if int(line.split()[0]) <= step and not self._is_down(line.split()[2])]
+        self._file.write_text("\n".join(line for line in lines if line not in due))
+        for line in due:
+            _, how, name, *where = line.split()
+            if how == "spoil":
+                spoil(self._output, random.Random(step))
+            elif name == "reward_worker":
+                workers_of(process_of("rollouter"))[0].send_signal(SIGNALS[how])
+            elif "in_update" in where:
+                in_next_update(partial(self._send, SIGNALS[how], name, "scheduler" in where, line))
+                continue
+            else:
+                process_of(name, "scheduler" in where).send_signal(SIGNALS[how])
+            self._happened(line)
         return {}
+
+    def _is_down(self, name: str) -> bool:
+        """Whether it is an engine that failed and does not serve again yet; its next fault waits for a later step."""
+        file = self._output / EVENTS_FILE
+        events = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        own = [event["event"] for event in events if event["component"] == name]
+        return name.startswith("actor_infer") and own[-1:] not in ([], ["serving again"])
 
     def _send(self, number: signal.Signals, name: str, scheduler: bool, line: str) -> None:
         process_of(name, scheduler).send_signal(number)

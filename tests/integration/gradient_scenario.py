@@ -101,3 +101,34 @@ def replayed(context: RankContext) -> None:
             "recorded": [*scored.non_tensor_batch.get(ROUTING, ())],
         }
         strategy.shutdown()
+
+
+def split(context: RankContext) -> None:
+    """Three steps of each of `variants`: each in one call, in two, and with gradients that two calls have added up."""
+    for name, options in context.arguments["variants"].items():
+        size = options.pop("micro_batch_size")
+        for way in ("one call", "two calls", "parts"):
+            strategy = context.strategy(Path(context.arguments["model"]), **options)
+            data = training_batch(strategy.coordinates.data, context.layout.data, size)
+            steps = [_step(strategy, data, way) for _ in range(3)]
+            context.results[name, way] = steps, _weights(strategy)
+            try:
+                strategy.optimizer_step()
+            except RuntimeError as error:
+                context.results["without gradients"] = str(error)
+            strategy.shutdown()
+
+
+def _step(strategy: Any, data: Batch, way: str) -> dict[str, float]:
+    if way == "one call":
+        metrics: dict[str, float] = strategy.train_step(data)
+        return metrics
+    [plan] = data.meta_info["optimizer_steps"]
+    micro_batches = plan["micro_batches"]
+    middle = 1 if way == "parts" else 0
+    losses: dict[str, float] = {}
+    for part in filter(None, (micro_batches[:middle], micro_batches[middle:])):
+        meta = data.meta_info | {"optimizer_steps": [plan | {"micro_batches": part}]}
+        found, _ = strategy.forward_backward(Batch(data.tensors(), meta_info=meta))
+        losses = {metric: losses.get(metric, 0.0) + value for metric, value in found.items()}
+    return losses | strategy.optimizer_step()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
+import torch.distributed as dist
 
 from roll.datasets.batch import Batch
 from tests.integration.megatron_scenario import TEMPERATURE, token_batch, training_batch
@@ -35,7 +37,9 @@ def _case(context: RankContext, name: str, model: str, lora: dict[str, Any], **o
         scored.meta_info["base"] = key == "base"
         answer = strategy.compute_log_probs(scored)
         results[key] = answer.batch["log_probs"].clone() if len(answer) else None
-    strategy.weights.export_adapter(context.folder / name / "first", strategy.worker_config.model_args)
+    with patch.object(dist, "all_gather_object", Mock(side_effect=dist.all_gather_object)) as gathering:
+        strategy.weights.export_adapter(context.folder / name / "first", strategy.worker_config.model_args)
+    results["sent"] = sum(len(pickle.dumps(call.args[1])) for call in gathering.call_args_list)
     data = training_batch(strategy.coordinates.data, context.layout.data, size)
     before = _frozen(strategy)
     results["gradients"] = _gradients(strategy, data)

@@ -75,7 +75,7 @@ def _timed(context: RankContext, name: str, function: Any, *arguments: Any) -> N
 
 def _join(context: RankContext) -> None:
     """Records what a rank does with torch.distributed while it joins the others."""
-    from roll.distributed.train.megatron_strategy import join_process_group, leave_process_group
+    from roll.distributed.train.megatron_infer import join_process_group, leave_process_group
     from roll.platforms import get_platform
 
     calls = context.results["joining"] = []
@@ -175,7 +175,8 @@ def _policy(context: RankContext, name: str, model: Path, options: dict[str, Any
     if len(scored):  # the last pipeline stage
         context.results[f"log_probs_of_step/{name}"] = (answer.batch["log_probs"], scored.batch["log_probs"].clone())
     context.results[f"policy/{name}"] = [first, strategy.train_step(data)]
-    strategy.schedule = replace(strategy.schedule, peak=1e30)
+    [policy] = strategy.policies.values()
+    policy.schedule = replace(policy.schedule, peak=1e30)
     try:
         for _ in range(2):
             strategy.train_step(data)

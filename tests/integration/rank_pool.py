@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -20,14 +21,13 @@ from typing import Any
 
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.process_groups import hold_port, release_port
+from tests.processes import PATIENCE_S
 
 SIZE = 4
 """Processes of the pool: the ranks of the largest layout."""
 
 STRATEGIES = 40
 """Most that one scenario builds; each has a port of its own."""
-
-DEADLINE_S = 270.0
 
 
 class RankFailed(AssertionError):
@@ -79,10 +79,8 @@ class RankContext:
         from roll.platforms import get_platform
 
         get_platform("cpu").prepare_megatron()
-        from roll.distributed.train.megatron_strategy import (
-            MegatronInferStrategy,
-            MegatronTrainStrategy,
-        )
+        from roll.distributed.train.megatron_infer import MegatronInferStrategy
+        from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop(0)))
         sizes = {
@@ -113,7 +111,7 @@ class RankContext:
         if replays:
             assert isinstance(worker, ActorTrainConfig)
             worker.router_replay.mode = "R3"
-        times = {"start_timeout_s": 60.0, "rpc_timeout_s": 60.0}
+        times = {"start_timeout_s": PATIENCE_S, "rpc_timeout_s": PATIENCE_S}
         roles = {} if critic or frozen else {"actor_train": worker}
         config = SFTConfig(**times | {"response_length": 1024} | roles | pipeline)
         kind = MegatronInferStrategy if infer else MegatronTrainStrategy
@@ -134,7 +132,7 @@ class RankPool:
         self._changed = threading.Condition()
 
     def start(
-        self, scenario: str, layout: ParallelLayout, folder: Path, deadline_s: float = DEADLINE_S, **arguments: Any
+        self, scenario: str, layout: ParallelLayout, folder: Path, deadline_s: float = PATIENCE_S, **arguments: Any
     ) -> Future[list[dict[str, Any]]]:
         """Queues `scenario` ("module:function"), which gets a RankContext on every rank of `layout`.
 
@@ -244,6 +242,7 @@ def _answers(processes: list[RankProcess], deadline: float) -> list[Any]:
 def _serve(pipe: Any, core: int) -> None:
     """The life of a process: a None is answered with ports that it holds, a scenario with its results."""
     warnings.filterwarnings("ignore")
+    faulthandler.enable()
     from roll.platforms import get_platform
 
     get_platform("cpu").setup_process([core], threads=1)
@@ -264,7 +263,7 @@ def _serve(pipe: Any, core: int) -> None:
 
 
 def _run_scenario(scenario: str, context: RankContext) -> dict[str, Any]:
-    from roll.distributed.train.megatron_strategy import leave_process_group
+    from roll.distributed.train.megatron_infer import leave_process_group
 
     module, name = scenario.split(":")
     try:

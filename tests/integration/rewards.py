@@ -14,3 +14,8 @@ def length_reward(response: str, ground_truth: str, config: Any) -> float:
 def text_reward(response: str, ground_truth: str, config: Any) -> float:
     """A number in [0, 1) that tells texts apart."""
     return zlib.crc32(response.encode()) / 2**32
+
+
+def few_reward(response: str, ground_truth: str, config: Any) -> float:
+    """The opposite of `length_reward`."""
+    return 1.0 - length_reward(response, ground_truth, config)

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 import yaml
 
 from examples.tiny_math.problems import write_problems
+from roll.base.events import EVENTS_FILE
+from roll.configs.trackers import METRICS_FILE
+from tests.processes import PATIENCE_S
 
 MEASURED = ("time/", "memory/", "throughput/", "perf/", "val/seconds", "rollout/tokens_per_second")
 """Metrics that are clock or memory readings, and so never the same twice."""
@@ -34,7 +37,6 @@ GAE: dict[str, Any] = {
 """Keys of a run with a critic, on the policy's devices."""
 
 ROOT = Path(__file__).parents[2]
-START_DEADLINE_S = 240
 
 
 def inputs_in(data: Path, model: Path, train: int = 64) -> dict[str, Any]:
@@ -118,12 +120,23 @@ def start(config: Path, *overrides: str, module: str = "roll") -> subprocess.Pop
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and output; a run past its deadline is killed and fails the test."""
     try:
-        output, _ = process.communicate(timeout=START_DEADLINE_S)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"the run did not end within {START_DEADLINE_S} s:\n{output[-3000:]}")
+        end_late(process, f"the run did not end within {PATIENCE_S:g} s")
     return process.returncode, output
+
+
+def end_late(process: subprocess.Popen[str], reason: str) -> NoReturn:
+    """Kills a run, and fails the test with what it printed last."""
+    os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate()
+    pytest.fail(f"{reason}:\n{output[-3000:]}")
+
+
+def succeed(process: subprocess.Popen[str]) -> None:
+    """A run that ends well."""
+    code, output = finish(process)
+    assert code == 0, output
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -135,17 +148,36 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def count_dropped(line: dict[str, Any], groups: int = 4) -> float:
+    """Groups that were dropped so far, in a line whose ledger adds up and has all `groups` of each batch."""
+    dropped: float = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
+    kept = line["ledger/consumed"] + line["ledger/buffered"] + line["ledger/in_flight"]
+    assert kept + dropped == line["ledger/submitted"]
+    assert line["ledger/consumed"] == groups * line["step"]
+    return dropped
+
+
 def wait_for_line(run: subprocess.Popen[str], folder: Path, step: int) -> None:
     """Until metrics.jsonl of the run holds `step`; a run that ends before fails the test."""
-    deadline = time.monotonic() + START_DEADLINE_S
+    wait_for_text(run, folder / "run" / METRICS_FILE, f'"step": {step},')
+
+
+def wait_for_event(run: subprocess.Popen[str], folder: Path, text: str) -> None:
+    """Until events.jsonl of the run contains `text`; a run that ends before fails the test."""
+    wait_for_text(run, folder / "run" / EVENTS_FILE, text)
+
+
+def wait_for_text(run: subprocess.Popen[str], file: Path, text: str) -> None:
+    """Until a file that the run writes contains `text`."""
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        file = folder / "run" / "metrics.jsonl"
-        if file.exists() and f'"step": {step},' in file.read_text():
+        has_ended = run.poll() is not None
+        if file.exists() and text in file.read_text():
             return
-        if run.poll() is not None:
-            pytest.fail(f"the run ended before step {step}:\n{finish(run)[1][-3000:]}")
+        if has_ended:
+            pytest.fail(f"the run ended without {text} in {file.name}:\n{finish(run)[1][-3000:]}")
         time.sleep(0.05)
-    pytest.fail(f"step {step} was not reached within {START_DEADLINE_S} s")
+    end_late(run, f"{file.name} was without {text} for {PATIENCE_S:g} s")
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -162,7 +194,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def assert_nothing_is_left(folder: Path, within_s: float = 10.0) -> None:
+def assert_nothing_is_left(folder: Path, within_s: float = 120.0) -> None:
     """No process of the run outlives it."""
     deadline = time.monotonic() + within_s
     while (left := processes_of(folder)) and time.monotonic() < deadline:

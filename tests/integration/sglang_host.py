@@ -25,9 +25,7 @@ from roll.distributed.weights.shm_buckets import tensor_locations, views_of
 from roll.distributed.worker import WorkerRank
 from roll.platforms.cpu.shared_memory import SharedMemory, make_handle
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
-
-CALL_TIMEOUT_S = 400.0
-"""No call of these tests takes longer, the start of an engine on a busy machine included."""
+from tests.processes import PATIENCE_S
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors do not see this folder
 
@@ -43,7 +41,7 @@ class EngineHost:
         rank = replace(WorkerRank("actor_infer"), cores=options.pop("cores", ()))
         worker.strategy_args.strategy_config = {"disable_radix_cache": False, **options}
         pipeline = RLVRConfig(
-            output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=30
+            output_dir=folder, prompt_length=56, response_length=2000, deterministic=True, sync_timeout_s=600
         )
         pipeline.actor_train.router_replay.mode = "R3" if routing else "disable"
         self.worker = InferWorker(rank, worker, pipeline)
@@ -121,15 +119,41 @@ class EngineHost:
         """Cores of this process, and of the schedulers."""
         return os.sched_getaffinity(0), [os.sched_getaffinity(pid) for pid in self.worker.engine._schedulers]
 
+    async def start(self, asked: list[GenerateRequest], marks: int) -> None:
+        """Starts a call, and waits until its requests have 50 tokens each.
+
+        Shorter requests that run beside them tell when they have so many: `marks` of them, of 50 tokens, 100 tokens...
+        """
+        self.count, self.ended = len(asked), asyncio.Semaphore(0)
+        answer = self.worker.generation._answer
+
+        async def noticed(request: GenerateRequest, name: str) -> GenerateResult:
+            result = await answer(request, name)
+            self.ended.release()
+            return result
+
+        shorter = [request for mark in range(marks) for request in requests(1, 50 * (mark + 1))]
+        self.worker.generation._answer = noticed
+        self.asked = asyncio.create_task(self.worker.generate([*asked, *shorter]))
+        await self.until_next_mark()
+        del self.worker.generation._answer
+
+    async def until_next_mark(self) -> None:
+        """Waits until the requests have 50 tokens more."""
+        await asyncio.wait([self.asked, asyncio.ensure_future(self.ended.acquire())], return_when="FIRST_COMPLETED")
+        assert not self.asked.done(), "it finished before it was seen to run"
+
+    async def answers(self) -> list[GenerateResult]:
+        """Of the call that was started last, without those of the shorter requests."""
+        return (await self.asked)[: self.count]
+
     async def scheduler_ids(self) -> list[int]:
         return self.worker.engine._schedulers
 
-    async def cancel(self, requests: list[GenerateRequest], after_s: float) -> None:
+    async def cancel(self, requests: list[GenerateRequest]) -> None:
         """Cancels a call in the middle of its generation."""
-        asking = asyncio.create_task(self.worker.generate(requests))
-        await asyncio.wait([asking], timeout=after_s)
-        assert not asking.done(), "it finished before it was cancelled"
-        asking.cancel()
+        await self.start(requests, 1)
+        self.asked.cancel()
 
 
 class Sender:
@@ -149,7 +173,7 @@ def start_host(cls: type) -> ray.actor.ActorHandle:
 
 
 class RemoteEngine:
-    """The actor seen from a test: `engine.pause("retract")` waits, `engine.start_generate(...)` does not.
+    """The actor seen from a test: `engine.pause("retract")` waits, `engine.start_generate(...)` until it runs.
 
     `actor` is one in which earlier engines have ended.
     """
@@ -158,40 +182,44 @@ class RemoteEngine:
         self, folder: Path, tensor_parallel: int = 1, actor: ray.actor.ActorHandle | None = None, **options: Any
     ) -> None:
         self.actor = actor or start_host(EngineHost)
-        ray.get(self.actor.make.remote(str(folder), tensor_parallel, options), timeout=CALL_TIMEOUT_S)
+        ray.get(self.actor.make.remote(str(folder), tensor_parallel, options), timeout=PATIENCE_S)
 
     def __getattr__(self, method: str) -> Any:
-        return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
+        return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=PATIENCE_S)
 
-    def cancel_generate(self, requests: list[GenerateRequest], after_s: float) -> None:
-        ray.get(self.actor.cancel.remote(requests, after_s), timeout=CALL_TIMEOUT_S)
+    def cancel_generate(self, requests: list[GenerateRequest]) -> None:
+        ray.get(self.actor.cancel.remote(requests), timeout=PATIENCE_S)
 
-    def start_generate(self, requests: list[GenerateRequest]) -> ray.ObjectRef:
-        return self.actor.call.remote("generate", requests)
+    def start_generate(self, requests: list[GenerateRequest], marks: int = 1) -> ray.ObjectRef:
+        ray.get(self.actor.start.remote(requests, marks), timeout=PATIENCE_S)
+        return self.actor.answers.remote()
+
+    def until_next_mark(self) -> None:
+        ray.get(self.actor.until_next_mark.remote(), timeout=PATIENCE_S)
 
     def shared_files(self) -> set[Path]:
-        return ray.get(self.actor.shared_files.remote(), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.shared_files.remote(), timeout=PATIENCE_S)
 
     def scheduler_ids(self) -> list[int]:
-        return ray.get(self.actor.scheduler_ids.remote(), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.scheduler_ids.remote(), timeout=PATIENCE_S)
 
     def affinities(self) -> tuple[set[int], list[set[int]]]:
-        return ray.get(self.actor.affinities.remote(), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.affinities.remote(), timeout=PATIENCE_S)
 
     def score(self, rows: list[list[int]]) -> list[list[float]]:
-        return ray.get(self.actor.score.remote(rows), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.score.remote(rows), timeout=PATIENCE_S)
 
     def outputs_of(self, requests: list[GenerateRequest]) -> tuple[list[int], int]:
-        return ray.get(self.actor.outputs_of.remote(requests), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.outputs_of.remote(requests), timeout=PATIENCE_S)
 
     def sampled_tokens(self, requests: list[GenerateRequest]) -> list[int]:
-        return ray.get(self.actor.sampled_tokens.remote(requests), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.sampled_tokens.remote(requests), timeout=PATIENCE_S)
 
     def cpu_seconds(self, wall_s: float) -> float:
-        return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.cpu_seconds.remote(wall_s), timeout=PATIENCE_S)
 
     def generate_within(self, requests: list[GenerateRequest], timeout_s: float) -> list[GenerateResult]:
-        return ray.get(self.actor.generate_within.remote(requests, timeout_s), timeout=CALL_TIMEOUT_S)
+        return ray.get(self.actor.generate_within.remote(requests, timeout_s), timeout=PATIENCE_S)
 
 
 def requests(count: int, tokens: int, temperature: float = 1.0, first_seed: int = 0) -> list[GenerateRequest]:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import ROOT, START_DEADLINE_S
+from tests.integration.runs import ROOT
+from tests.processes import PATIENCE_S
 
 
 class SharedRuns:
@@ -33,17 +34,34 @@ class SharedRuns:
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.write(json.dumps(command) + "\n")
         self._server.stdin.flush()
-        ready, _, _ = select.select([self._server.stdout], [], [], START_DEADLINE_S)
+        ready, _, _ = select.select([self._server.stdout], [], [], PATIENCE_S)
         answer = self._server.stdout.readline() if ready else ""
         text = output.read_text() if output.exists() else ""
         if not answer.strip():
             self._kill()
-            pytest.fail(f"the run did not end within {START_DEADLINE_S} s, or its server died:\n{text[-3000:]}")
+            pytest.fail(f"the run did not end within {PATIENCE_S:g} s, or its server died:\n{text[-3000:]}")
         return int(answer), text
 
-    def close(self) -> None:
-        """Ends the server and its processes."""
-        self.free_memory()
+    def succeed(self, config: Path, *overrides: str) -> None:
+        """A run that ends well."""
+        code, output = self.run(config, *overrides)
+        assert code == 0, output
+
+    def learn(self, example: str, model: Path, folder: Path, train: Path, validation: Path, *overrides: str) -> None:
+        """A recipe of `examples` that learns from stored rows, 16 at a time and without a warm-up."""
+        self.succeed(
+            ROOT / "examples" / example,
+            f"pretrain={model}",
+            f"output_dir={folder}/run",
+            f"actor_train.data_args.file_name=[{train}]",
+            f"validation.data_args.file_name=[{validation}]",
+            "actor_train.training_args.per_device_train_batch_size=16",
+            "actor_train.training_args.learning_rate=0.01",
+            "actor_train.training_args.warmup_steps=0",
+            "num_devices_per_node=3",
+            "track_with=[]",
+            *overrides,
+        )
 
     def free_memory(self) -> None:
         """Lets the server end its processes; the next run starts another one."""
@@ -52,7 +70,7 @@ class SharedRuns:
         assert self._server.stdin is not None
         self._server.stdin.close()
         try:
-            self._server.wait(timeout=30)
+            self._server.wait(timeout=PATIENCE_S)
             self._server = None
         except subprocess.TimeoutExpired:
             self._kill()

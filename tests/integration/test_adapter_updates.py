@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
+from engine_log_probs import largest_difference
 from weight_sync_workers import FaultyWorker
 
 from roll.configs.arguments import ModelArguments, TrainModelArguments
@@ -23,7 +23,6 @@ from roll.configs.roles import (
     MegatronTrainConfig,
     SGLangArguments,
 )
-from roll.datasets.batch import Batch
 from roll.distributed.calls.remote_call import ALL
 from roll.distributed.calls.remote_errors import ClusterError
 from roll.distributed.cluster import Cluster
@@ -37,7 +36,7 @@ from roll.distributed.weights.synchronizer import WeightUpdateError
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 
 MODEL = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 4096}
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2], "wide": [3, 4]}
@@ -84,11 +83,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         response_length=LONG,
         async_generation_ratio=RATIO,
         actor_train=trained,
-        sync_timeout_s=30,
+        sync_timeout_s=600,
         sync_retry_delay_s=0,
         max_sync_retries=0,
-        start_timeout_s=240,
-        rpc_timeout_s=240,
+        rpc_timeout_s=1200,
     )
     start_ray(config, "cpu", 5)
     resources = ResourceManager("cpu", 5, DEVICES)
@@ -145,22 +143,7 @@ def answers_of(call: Any) -> list[GenerateResult]:
 def disagreement(
     world: World, requests: list[GenerateRequest], answers: list[GenerateResult], base: bool = False
 ) -> float:
-    """Largest difference between the engine's log-probs and those of the trainer's adapters as they are now."""
-    rows = [(asked.prompt_ids, answer) for asked, answer in zip(requests, answers, strict=True)]
-    width = max(len(prompt) + len(answer.response_ids) for prompt, answer in rows)
-    ids, mask, response = (torch.zeros((len(rows), width), dtype=torch.long) for _ in range(3))
-    behavior = torch.zeros((len(rows), width))
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer.response_ids)
-        ids[row, :end] = torch.tensor(prompt + answer.response_ids)
-        mask[row, :end], response[row, len(prompt) : end] = 1, 1
-        behavior[row, len(prompt) : end] = torch.tensor(answer.log_probs)
-    tensors = {"input_ids": ids, "attention_mask": mask, "response_mask": response.bool()}
-    tensors["position_ids"] = torch.arange(width).expand(len(rows), width).contiguous()
-    data = Batch(tensors, meta_info={"temperature": 1.0, "micro_batches": [[row] for row in range(len(rows))]})
-    data.meta_info["base"] = base
-    [scored] = world.train.call_shards(FaultyWorker.compute_log_probs, [data]).get()
-    return float(((scored.batch["log_probs"] - behavior) * response).abs().max())
+    return largest_difference(world.train, requests, answers, base)
 
 
 def test_an_engine_refuses_requests_before_its_first_adapter(world: World) -> None:
@@ -262,8 +245,8 @@ def test_an_engine_serves_the_version_before_where_a_load_fails(
     update(world, 2)
 
 
-async def nothing() -> list[None]:
-    return [None, None]
+async def nothing() -> list[list[StageAdapters]]:
+    return [[], []]
 
 
 def spoilt(stage: StageAdapters, fault: str) -> StageAdapters:

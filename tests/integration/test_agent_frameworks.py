@@ -13,7 +13,7 @@ import pytest
 from roll.plan.agent_trial import Script, play_script
 from roll.usercode.agents.pool import AgentPool, AgentSpec
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agent_frameworks"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -13,23 +12,23 @@ import torch
 from runs import (
     ROOT,
     assert_nothing_is_left,
+    count_dropped,
     finish,
     inputs_in,
     lines,
     processes_of,
     recipe,
     start,
+    succeed,
     wait_for_line,
 )
 
-from roll.algorithms.aggregation import LossScale
-from roll.algorithms.losses import LOSSES
-from roll.algorithms.options.policy_options import PolicySettings
 from roll.report.explain import explain
 from roll.report.read import read_run
 from roll.trackers.sample_files import read_samples
+from tests.processes import name_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 6
 
@@ -61,14 +60,8 @@ def asynchronous(inputs: dict[str, Any], folder: Path, ratio: float, **keys: Any
 def check_invariants(steps: list[dict[str, Any]], ratio: float) -> None:
     """Checks the invariants of every step of an asynchronous run."""
     for line in steps:
-        dropped = sum(value for name, value in line.items() if name.startswith("ledger/dropped_"))
-        accounted = dropped + sum(
-            value for name, value in line.items() if name in ("ledger/consumed", "ledger/buffered", "ledger/in_flight")
-        )
-        assert accounted == line["ledger/submitted"]
         # A line counts at the moment the batch was taken, at version step - 1.
-        assert line["ledger/submitted"] - dropped <= math.floor((line["step"] + ratio) * 4)
-        assert line["ledger/consumed"] == 4 * line["step"]
+        assert line["ledger/submitted"] - count_dropped(line) <= math.floor((line["step"] + ratio) * 4)
         assert line["staleness/token_max"] <= line["staleness/max"] <= math.ceil(ratio)
         assert line["dropped_stale_samples"] == 0
 
@@ -99,8 +92,7 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
         rollout_dump_dir=str(tmp_path / "samples"),
         **keys,
     )
-    code, output = shared_runs.run(config)
-    assert code == 0, output
+    shared_runs.succeed(config)
     steps = lines(tmp_path)[1:]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     check_invariants(steps, ratio)
@@ -112,8 +104,6 @@ def test_staleness_is_bounded_and_every_sample_accounted_for(shared_runs, inputs
     check_versions(tmp_path / "samples", steps, policy)
     if policy != "in_place":
         check_weights_of_versions(tmp_path / "samples")
-    if ratio == 2:
-        check_gradients(tmp_path / "samples")
     check_recorded(tmp_path / "run")
 
 
@@ -166,49 +156,11 @@ def check_weights_of_versions(folder: Path) -> None:
     assert (torch.cat(older) < 2e-5).float().mean() < 5e-3, "tokens marked older were sampled by the current weights"
 
 
-VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")
-
-
-def check_gradients(folder: Path) -> None:
-    """On stale samples of this run every variant gives a gradient of its own."""
-    rows = [row for row in read_samples(folder, STEPS) if min(row["weight_version"]) < STEPS - 1]
-    assert rows, "the last batch has no stale sample"
-    gradients = {variant: gradient_of(rows, variant) for variant in VARIANTS}
-    for one, other in itertools.combinations(VARIANTS, 2):
-        difference = (gradients[one] - gradients[other]).norm() / gradients["vanilla"].norm()
-        assert difference > 1e-3, f"{one} and {other} differ by {difference:.2g} of vanilla's gradient only"
-
-
-def gradient_of(rows: list[dict[str, Any]], variant: str) -> torch.Tensor:
-    """The gradient in the current log-probs [b, T] of stale samples, the policy being that before their update."""
-
-    def padded(name: str) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
-
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row["response_ids"])) for row in rows], batch_first=True)
-    log_probs = padded("old_log_probs").requires_grad_()
-    scores = torch.tensor([row["score"] for row in rows])
-    micro = {
-        "response_mask": mask.bool(),
-        "old_log_probs": padded("old_log_probs"),
-        "behavior_log_probs": padded("behavior_log_probs"),
-        "advantages": padded("advantages"),
-        "scores": scores - scores.median(),  # topr asks which samples were good
-    }
-    settings = PolicySettings(pg_variant=variant, pg_ratio_base="behavior", loss_agg_mode="token-mean")
-    loss, _ = LOSSES["policy"](
-        log_probs, None, micro, LossScale(float(mask.sum()), float(len(rows)), mask.shape[1]), settings
-    )
-    loss.backward()
-    assert log_probs.grad is not None
-    return log_probs.grad
-
-
 @pytest.mark.parametrize("name", ["one_step_off", "rlvr_async", "fully_async", "offpolicy_buffer"])
 def test_the_recipes_of_four_systems_run(shared_runs, inputs, tmp_path, name):
     data = json.dumps(inputs["actor_train"]["data_args"]["file_name"])
     validation = json.dumps(inputs["validation"]["data_args"]["file_name"])
-    code, output = shared_runs.run(
+    shared_runs.succeed(
         ROOT / "examples" / name / "rlvr_config.yaml",
         f"pretrain={inputs['pretrain']}",
         f"output_dir={tmp_path}/run",
@@ -218,7 +170,6 @@ def test_the_recipes_of_four_systems_run(shared_runs, inputs, tmp_path, name):
         "eval_steps=3",
         "async_training.batch_hook_class=tests.pipeline.my_parts:Masking",
     )
-    assert code == 0, output
     steps = lines(tmp_path)
     assert [line["batch_hook/masked"] for line in steps[1:]] == [1] * 3
     assert steps[-1]["dropped_expired_samples"] == 0
@@ -235,7 +186,7 @@ def test_a_run_that_ended_with_its_engine_resumes_at_another_layout_ratio_and_nu
     config = asynchronous(inputs, tmp_path, 2, save_steps=1, eval_steps=0, max_engine_restarts=0)
     run = start(config, "max_steps=1000")
     wait_for_line(run, tmp_path, 2)
-    [scheduler] = [process for process in processes_of(tmp_path) if "sglang::scheduler" in process.name()]
+    [scheduler] = [process for process in processes_of(tmp_path) if "sglang::scheduler" in name_of(process)]
     scheduler.kill()
     code, output = finish(run)
     assert code == 1
@@ -251,8 +202,7 @@ def test_a_run_that_ended_with_its_engine_resumes_at_another_layout_ratio_and_nu
         "actor_infer.device_mapping=[1,2]",
         "async_generation_ratio=1",
     ]
-    code, output = finish(start(config, "resume_from_checkpoint=true", f"max_steps={last}", *other))
-    assert code == 0, output
+    succeed(start(config, "resume_from_checkpoint=true", f"max_steps={last}", *other))
     steps = lines(tmp_path)
     assert [line["step"] for line in steps] == list(range(1, last + 1))
     check_invariants(steps, 2)

@@ -8,7 +8,7 @@ import torch
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 WRITTEN = ParallelLayout(tensor=2)
 OTHERS = {

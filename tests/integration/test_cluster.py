@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from roll.distributed.cluster import Cluster
 from roll.distributed.processes import has_ended, log_file
 from roll.distributed.ray_session import start_ray, stop_ray
 from roll.distributed.resources import ResourceError, ResourceManager
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +40,7 @@ LAYOUT = ParallelLayout(tensor=2, data=2, pipeline=1)
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> BaseConfig:
     folder = tmp_path_factory.mktemp("run")
-    return BaseConfig(output_dir=str(folder), rpc_timeout_s=60, start_timeout_s=60, system_envs={"MINE": "yes"})
+    return BaseConfig(output_dir=str(folder), rpc_timeout_s=600, system_envs={"MINE": "yes"})
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +95,12 @@ def test_a_method_that_is_not_registered_is_refused_with_those_that_are(echo: Cl
 
 
 @pytest.mark.parametrize("waits", ["get", "await"])
-def test_the_traceback_of_the_first_rank_that_raised_comes_first(echo: Cluster[Echo], waits: str) -> None:
+def test_the_traceback_of_the_first_rank_that_raised_comes_first(
+    echo: Cluster[Echo], waits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll.distributed.calls.remote_call.FAILURE_GRACE_S", PATIENCE_S)
     with pytest.raises(ClusterError) as caught:
-        call = echo.call(ALL, Echo.stumble, 2)
+        call = echo.call(ALL, Echo.stumble, 2, tmp_path / "first")
         call.get() if waits == "get" else asyncio.run(result_of(call))
     message = str(caught.value)
     assert message.startswith("echo.stumble failed on rank 2 (node 0, devices 2, log ")
@@ -119,21 +124,24 @@ def test_an_error_for_the_user_arrives_as_its_sentence_and_its_traceback_is_in_t
 
 @pytest.mark.parametrize("waits", ["get", "await"])
 def test_a_call_past_its_deadline_names_the_rank_without_an_answer(echo: Cluster[Echo], waits: str) -> None:
-    with deadline_scope(time.monotonic() + 0.3):
-        call = echo.call(ALL, Echo.sleep, 1, 1.5)
-    with pytest.raises(ClusterError, match=r"echo.sleep: no answer within 0.[23]\d* s from rank 1 \(node 0,") as e:
-        call.get() if waits == "get" else asyncio.run(result_of(call))
+    [process] = map(psutil.Process, echo.call([1], Echo.process_id).get())
+    process.suspend()
+    try:
+        with deadline_scope(time.monotonic() + 0.3):
+            call = echo.call(ALL, Echo.same, 0)
+        wait([answer for rank, answer in call._answers.items() if rank != 1])
+        with pytest.raises(ClusterError, match=r"echo.same: no answer within 0[.\d]* s from rank 1 \(node 0,") as e:
+            call.get() if waits == "get" else asyncio.run(result_of(call))
+    finally:
+        process.resume()
     assert e.value.kind == "Timeout"
     echo.call(ALL, Echo.same, 0).get()
 
 
 def test_concurrent_workers_run_calls_concurrently(config: BaseConfig, resources: ResourceManager) -> None:
     cluster = Cluster("side", AsyncEcho, RoleConfig(device_mapping=[4]), config, resources, ParallelLayout())
-    cluster.call(ALL, AsyncEcho.meet, "warm").get()
-    start = time.monotonic()
-    calls = [cluster.call(ALL, AsyncEcho.meet, str(index)) for index in range(10)]
-    assert all(call.get()[0] >= 0.4 for call in calls)
-    assert time.monotonic() - start < 3
+    calls = [cluster.call(ALL, AsyncEcho.meet, 10) for _ in range(10)]
+    assert sorted(call.get()[0] for call in calls) == [*range(10)], "each waits for the others"
     cluster.shutdown()
 
 
@@ -156,7 +164,7 @@ def test_the_process_that_replaces_a_dead_one_is_ended_with_its_children(
     cluster.initialize().get()
     first = cluster.local_processes[0]
     first.kill()
-    first.wait(10)
+    first.wait()
     for responsive in (False, True):
         asyncio.run(cluster.restart(0, responsive))
         [child] = cluster.call(ALL, AsyncEcho.spawn).get()
@@ -184,11 +192,13 @@ def test_a_process_that_dies_as_soon_as_it_has_started_is_named(
     cluster.shutdown()
 
 
-def test_devices_that_do_not_fit_fail_at_once_with_the_table(resources: ResourceManager) -> None:
-    start = time.monotonic()
+def test_devices_that_do_not_fit_fail_at_once_with_the_table(
+    resources: ResourceManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reservation is waited for."""
+    monkeypatch.delattr("roll.distributed.resources.placement_group")
     with pytest.raises(ResourceError, match="needs 2 node") as caught:
         ResourceManager("cpu", 6, {"actor_train": [0, 1], "actor_infer": [6]})
-    assert time.monotonic() - start < 2
     assert "no such node" in str(caught.value) and "actor_infer" in str(caught.value)
     with pytest.raises(ResourceError, match="fit"):
         ResourceManager("cpu", 8, {"actor_train": [0, 7]})
@@ -210,7 +220,7 @@ def test_a_ray_that_cannot_start_is_an_error_with_its_reason(config: BaseConfig)
     ]
     for variables, said in expected:
         environment = {**os.environ, **variables}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert said in run.stdout, run.stderr
 
 
@@ -225,13 +235,13 @@ def test_another_ray_on_this_machine_is_not_joined() -> None:
         (Path(folder) / "ray").mkdir()
         (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # as a Ray that has died leaves it
         environment = {**os.environ, "RAY_TMPDIR": folder}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 DRIVER = f"""
 import signal, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from test_cluster import ALL, LAYOUT, BaseConfig, Cluster, Echo, ResourceManager, RoleConfig, start_ray, stop_ray
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
@@ -277,7 +287,7 @@ def test_no_process_outlives_a_driver_that_was_killed(
     run, started = driver
     run.kill()
     run.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=120)
     assert not alive, [process.cmdline() for process in alive]
 
 
@@ -287,5 +297,5 @@ def test_a_signal_to_the_group_of_a_driver_leaves_ray_to_it(
     """As `timeout` sends it: the driver then ends its processes in order, for which it needs Ray."""
     run, started = driver
     os.killpg(run.pid, signal.SIGTERM)
-    assert run.wait(30) == 7
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert run.wait() == 7
+    assert not psutil.wait_procs(started, timeout=120)[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from ray.cluster_utils import Cluster as RayNodes
 from test_async_run import check_invariants
 
 from roll.base.errors import RunError
-from roll.base.events import EVENTS_FILE
 from roll.base.terminal import EXIT_INTERRUPTED
 from roll.cli import main
 from roll.configs.devices.parallel_layout import ParallelLayout
@@ -39,14 +37,12 @@ from tests.integration.runs import (
     processes_of,
     recipe,
     start,
+    wait_for_event,
     wait_for_line,
 )
+from tests.processes import PATIENCE_S, name_of
 
 pytestmark = pytest.mark.integration
-
-EVENT_DEADLINE_S = 120.0
-"""For the restart of an engine over two nodes, or until Ray knows that a node is lost, on a busy machine."""
-
 
 GPUS = ("4,6", "5,7")
 """CUDA_VISIBLE_DEVICES of the two nodes; Ray counts the GPUs, and nothing uses one."""
@@ -64,7 +60,7 @@ def two_nodes() -> Iterator[RayNodes]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", GPUS[1])
             nodes.add_node(**NODE)
-        nodes.wait_for_nodes()
+        nodes.wait_for_nodes(PATIENCE_S)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", nodes.address)
             yield nodes
@@ -74,7 +70,7 @@ def two_nodes() -> Iterator[RayNodes]:
 
 
 def test_devices_are_counted_through_the_nodes_of_a_joined_ray(two_nodes: RayNodes, tmp_path: Path) -> None:
-    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, system_envs={"MINE": "yes"})
+    config = BaseConfig(output_dir=str(tmp_path), rpc_timeout_s=600, system_envs={"MINE": "yes"})
     start_ray(config, "cpu", 2)
     with pytest.raises(ResourceError, match="needs 3 node"):
         ResourceManager("cpu", 2, {"echo": [0, 4]})
@@ -118,7 +114,7 @@ def test_the_other_node_fetches_a_model_by_name_and_a_failure_names_it(two_nodes
 
 
 def test_workers_have_the_gpus_of_their_node_and_the_nccl_settings(two_nodes: RayNodes, tmp_path: Path) -> None:
-    config = BaseConfig(output_dir=str(tmp_path), start_timeout_s=120, rpc_timeout_s=60, deterministic=True)
+    config = BaseConfig(output_dir=str(tmp_path), rpc_timeout_s=600, deterministic=True)
     start_ray(config, "cuda", 2)
     resources = ResourceManager("cuda", 2, {"actor_train": [0, 1, 2, 3]})
     assert sorted(",".join(node.gpus) for node in resources.nodes) == sorted(GPUS)
@@ -171,23 +167,15 @@ def config_of_nodes(folder: Path, model: Path, **keys: Any) -> Path:
     )
 
 
-def wait_for_event(folder: Path, text: str) -> None:
-    """Until events.jsonl of the run contains `text`."""
-    events, deadline = folder / "run" / EVENTS_FILE, time.monotonic() + EVENT_DEADLINE_S
-    while not (events.exists() and text in events.read_text()):
-        assert time.monotonic() < deadline, f"no event {text!r}"
-        time.sleep(0.1)
-
-
 def test_an_engine_over_two_nodes_gets_every_update_and_is_restarted_on_both_when_it_dies_on_the_second(
     two_nodes: RayNodes, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     run = start(config_of_nodes(tmp_path, tiny_model_dir, actor_infer__num_gpus_per_worker=2, max_steps=1000))
     wait_for_line(run, tmp_path, 3)
-    second = [process for process in processes_of(tmp_path) if "sglang::scheduler_TP1" in process.name()]
+    second = [process for process in processes_of(tmp_path) if "sglang::scheduler_TP1" in name_of(process)]
     second[0].kill()
-    wait_for_event(tmp_path, "serving again")
-    wait_for_event(tmp_path, f"node 1: process {second[0].pid} of the engine died")
+    wait_for_event(run, tmp_path, "serving again")
+    wait_for_event(run, tmp_path, f"node 1: process {second[0].pid} of the engine died")
     wait_for_line(run, tmp_path, lines(tmp_path)[-1]["step"] + 2)
     run.send_signal(signal.SIGINT)
     assert finish(run)[0] == EXIT_INTERRUPTED
@@ -205,13 +193,13 @@ def test_a_lost_node_with_an_engine_is_survived(two_nodes: RayNodes, tiny_model_
     [second] = two_nodes.worker_nodes
     two_nodes.remove_node(second, allow_graceful=False)
     try:
-        wait_for_event(tmp_path, "is not restarted: Ray has lost its node 1")
+        wait_for_event(run, tmp_path, "is not restarted: Ray has lost its node 1")
         wait_for_line(run, tmp_path, lines(tmp_path)[-1]["step"] + 2)
         run.send_signal(signal.SIGINT)
         assert finish(run)[0] == EXIT_INTERRUPTED
     finally:
         two_nodes.add_node(**NODE)
-        two_nodes.wait_for_nodes()
+        two_nodes.wait_for_nodes(PATIENCE_S)
     check_invariants(lines(tmp_path), 1)
     assert lines(tmp_path)[-1]["faults/engines_down"] == 1
     assert_nothing_is_left(tmp_path)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from runs import assert_nothing_is_left, finish, inputs_in, lines, recipe, start
+from runs import assert_nothing_is_left, inputs_in, lines, recipe, start, succeed
 
 from roll.configs.trackers import METRICS_FILE
 from roll.trackers.files import read_metrics
 from roll.trackers.sample_files import read_samples
 from tests.integration.recorded_engines import generated_by
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 14
 ENGINES = 2
@@ -46,8 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Pa
         actor_train__training_args__per_device_train_batch_size=32,
         rollout_dump_dir=str(folder / "samples"),
     )
-    code, output = finish(start(config, module="tests.integration.recorded_engines"))
-    assert code == 0, output
+    succeed(start(config, module="tests.integration.recorded_engines"))
     assert_nothing_is_left(folder)
     return folder
 

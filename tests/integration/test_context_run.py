@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import inputs_in, lines, recipe
+from runs import lines, recipe
 from test_faults import events, run_with_faults
 
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS, SAVED = 10, 8
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -19,11 +19,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"tensor_model_parallel_size": 1, "context_parallel_size": 2},
     "tp2": {"tensor_model_parallel_size": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
 
 
 def on(layout: str) -> dict[str, Any]:
@@ -39,8 +34,7 @@ def ran(
 ) -> list[dict[str, Any]]:
     """The lines of a run with the trainer at this layout."""
     config = recipe(inputs, folder, max_steps=STEPS, eval_steps=0, save_steps=SAVED, **on(layout) | keys)
-    code, output = shared_runs.run(config, *overrides)
-    assert code == 0, output
+    shared_runs.succeed(config, *overrides)
     return lines(folder)
 
 

@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import GAE, inputs_in, lines, recipe
+from runs import GAE, lines, recipe
 
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 14
 CRITIC: dict[str, Any] = GAE["critic"] | {"training_args": {"learning_rate": 3e-3}}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    """The part of a recipe that says where model and problems are."""
-    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
 
 
 def ppo(inputs: dict[str, Any], folder: Path, **keys: Any) -> Path:
@@ -35,8 +29,7 @@ def ppo(inputs: dict[str, Any], folder: Path, **keys: Any) -> Path:
 def unbroken(shared_runs: SharedRuns, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a deterministic run in which critic and policy learn on the same devices."""
     folder = tmp_path_factory.mktemp("unbroken")
-    code, output = shared_runs.run(ppo(inputs, folder, max_steps=STEPS, ppo_epochs=2, save_hf_model=True))
-    assert code == 0, output
+    shared_runs.succeed(ppo(inputs, folder, max_steps=STEPS, ppo_epochs=2, save_hf_model=True))
     return folder
 
 
@@ -65,8 +58,7 @@ def test_a_critic_on_its_own_device_warms_up_before_the_policy_learns_from_stale
     critic = CRITIC | {"device_mapping": [3], "strategy_args": {"strategy_config": {}}}
     keys = {"num_devices_per_node": 4, "critic": critic, "critic_warmup": 2, "async_generation_ratio": 1}
     keys |= {"actor_train__training_args__gradient_accumulation_steps": 8}
-    code, output = shared_runs.run(ppo(inputs, tmp_path, deterministic=False, max_steps=4, **keys))
-    assert code == 0, output
+    shared_runs.succeed(ppo(inputs, tmp_path, deterministic=False, max_steps=4, **keys))
     steps = lines(tmp_path)
     assert ["actor/grad_norm" in line for line in steps] == [False, False, True, True]
     assert all(line["critic/grad_norm"] > 0 for line in steps)

@@ -5,34 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import ROOT, lines
+from runs import lines
 
 from examples.tiny_dpo.demo import write_pairs
 from examples.tiny_math.problems import write_problems
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 16
 
 
 def dpo(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrides: str) -> None:
-    code, output = shared_runs.run(
-        ROOT / "examples" / "tiny_dpo" / "dpo_config.yaml",
-        f"pretrain={model}",
-        f"output_dir={folder}/run",
-        f"actor_train.data_args.file_name=[{data}/pairs-train.jsonl]",
-        f"validation.data_args.file_name=[{data}/pairs-train.jsonl]",
-        "actor_train.training_args.per_device_train_batch_size=16",
-        "actor_train.training_args.learning_rate=0.01",
-        "actor_train.training_args.warmup_steps=0",
-        f"max_steps={STEPS}",
-        "eval_steps=16",
-        "num_devices_per_node=3",
-        "track_with=[]",
-        *overrides,
-    )
-    assert code == 0, output
+    pairs, steps = data / "pairs-train.jsonl", f"max_steps={STEPS}"
+    shared_runs.learn("tiny_dpo/dpo_config.yaml", model, folder, pairs, pairs, steps, "eval_steps=16", *overrides)
 
 
 def test_a_run_learns_which_answers_are_better_and_resumes_exactly(shared_runs, tmp_path, tiny_model_dir):

@@ -21,7 +21,7 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 
 def rows_of(script: str, import_path: Path | None = None) -> list[str]:

@@ -23,6 +23,6 @@ print(f"training rank {training_rank}, scheduler of an engine {has_compiler()}")
 
 
 def test_cpu_processes_do_not_import_the_compiler_of_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     printed = done.stdout.strip().splitlines()[-1:]
     assert (done.returncode, printed) == (0, ["training rank False, scheduler of an engine False"]), done.stderr

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import TEMPERATURE, token_batch
 from tests.integration.mixture_scenario import expected_balance, expected_training
+from tests.integration.test_megatron_strategy import tensors_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 MODELS = {
     "qwen3_moe": {"num_hidden_layers": 2},
@@ -167,7 +167,3 @@ def load(folder: Path) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}

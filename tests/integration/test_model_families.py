@@ -12,8 +12,9 @@ from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.distributed.infer.sglang_checksums import EngineChecksums
 from roll.models.tiny import write_tiny_model
 from tests.integration.megatron_scenario import LENGTHS, PROMPT, WIDTH, token_batch
+from tests.processes import PATIENCE_S
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 
 SHAPE = {"max_position_embeddings": 2056, "eos_token_id": None, "vocab_size": 101}
 MODELS = {"mistral": {}, "phi3": {"rope_parameters": {"rope_theta": 25e4, "rope_type": "default"}}, "glm4": {}}
@@ -110,7 +111,7 @@ def test_an_engine_agrees_with_transformers_before_and_after_an_update(host, fol
         other = write_tiny_model(tmp_path / "other", family, seed=1, **SHAPE | MODELS[family])
         tensors = load_file(other / "model.safetensors")
         engine.begin_update(1)
-        engine.receive_shared([[ray.get(sender.share.remote(tensors), timeout=60)] * ranks])
+        engine.receive_shared([[ray.get(sender.share.remote(tensors), timeout=PATIENCE_S)] * ranks])
         engine.end_update(1)
         checksums = EngineChecksums.of_model(folders[family], ranks)
         for name, tensor in tensors.items():

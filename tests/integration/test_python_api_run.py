@@ -10,7 +10,7 @@ from runs import inputs_in, recipe
 
 import roll
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 
 def test_a_run_from_python_is_scored_by_the_function_it_is_given(tiny_model_dir: Path, tmp_path: Path) -> None:

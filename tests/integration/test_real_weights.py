@@ -21,7 +21,7 @@ from tests.integration.real_weights_scenario import sequences, token_batch
 from tests.integration.test_megatron_strategy import tensors_of
 from tests.platforms import test_cpu_decoder as decoder
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LAYOUTS = {"tp1": ParallelLayout(), "tp3": ParallelLayout(tensor=3), "pp2": ParallelLayout(pipeline=2)}
 FP32 = 1e-4

@@ -17,7 +17,7 @@ from roll.lab.rehearse import runs
 from tests.integration.runs import ROOT
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 
 EXAMPLES = ROOT / "examples"
 
@@ -39,7 +39,6 @@ def test_a_recipe_is_run_and_resumed_in_processes_of_its_own(tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=580,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     assert "Not told by a CPU" in process.stdout

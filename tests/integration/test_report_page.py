@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect
 
 from roll.report.command import report
 from roll.report.watch import WatchServer
 from roll.trackers.files import replace_summary
+from tests.processes import PATIENCE_S
 from tests.report.runs import append, group_line, row, sample, spans_of, write_run
 from tests.report.test_page import HOSTILE
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine"),
-]
-
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = pytest.mark.integration
 
 CHECKS = (Path(__file__).parents[1] / "report" / "page_checks.js").read_text()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as started:
-        yield started.chromium.launch(executable_path=BROWSER, args=FLAGS)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +53,13 @@ class Opened:
         self.said: list[str] = []
         self.requested: list[str] = []
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        context.set_default_timeout(1000 * PATIENCE_S)
         self.page = context.new_page()
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requested.append(request.url))
         self.page.goto(page if isinstance(page, str) else page.as_uri())
-        self.page.wait_for_selector("[data-ready]", timeout=20_000)
+        self.page.wait_for_selector("[data-ready]")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -114,21 +97,21 @@ def test_numbers_of_the_page_are_those_of_the_files(browser: Any, page_file: Pat
     assert card.locator("em").inner_text() == "0.70"
     canvas = card.locator(".u-over").bounding_box()
     page.mouse.move(canvas["x"] + canvas["width"] / 2, canvas["y"] + 20)
-    assert card.locator("em").inner_text() == "30: 0.45"
+    expect(card.locator("em")).to_have_text("30: 0.45")
 
 
 def test_buttons_change_language_tint_and_list_of_metrics(browser: Any, page_file: Path) -> None:
     page = Opened(browser, page_file, locale="zh-CN").page
     assert "验证得分" in page.inner_text(".kpis") and "Validation" not in page.inner_text(".kpis")
     page.click("#language")
-    assert "Validation score" in page.inner_text(".kpis")
+    expect(page.locator(".kpis")).to_contain_text("Validation score", use_inner_text=True)
     colour = "getComputedStyle(document.querySelector('.tok span')).backgroundColor"
     before = page.evaluate(colour)
     page.click("[data-tint=lr]")
-    assert page.evaluate(colour) != before
+    page.wait_for_function(f"{colour} !== '{before}'")
     page.click("#all summary")
     page.fill("#filter", "ledger/sub")
-    page.wait_for_function("document.querySelectorAll('#all .card').length === 1")
+    expect(page.locator("#all .card")).to_have_count(1)
 
 
 def test_tab_reaches_every_control(browser: Any, page_file: Path) -> None:
@@ -147,14 +130,15 @@ def test_lanes_show_a_window_of_steps_and_can_be_saved(browser: Any, page_file: 
     rects = "document.querySelectorAll('.lanes rect:not(.mark)').length"
     five = page.evaluate(rects)
     page.click("[data-width='1']")
-    assert 0 < page.evaluate(rects) < five
+    page.wait_for_function(f"0 < {rects} && {rects} < {five}")
     page.click(".strip", position={"x": 80, "y": 16})
-    assert page.text_content(".lanes svg:not(.strip) text:not([x='0'])") == "1"
-    assert page.input_value(".lanes input") == "0"
+    expect(page.locator(".lanes svg:not(.strip) text:not([x='0'])").first).to_have_text("1")
+    expect(page.locator(".lanes input")).to_have_value("0")
     page.click("[data-width='0']")
-    assert page.evaluate(rects) == 6 * 60 and page.evaluate("document.querySelectorAll('.mark').length") == 1
+    page.wait_for_function(f"{rects} === 6 * 60")
+    assert page.evaluate("document.querySelectorAll('.mark').length") == 1
     page.locator(".lanes rect").nth(100).hover(force=True)
-    assert page.inner_text("#tip").split()[0] in ("wait_prev_gen", "train", "weight_update", "reward", "generate")
+    expect(page.locator("#tip")).to_have_text(re.compile("^(wait_prev_gen|train|weight_update|reward|generate) "))
     with page.expect_download() as saved:
         page.click(".save")
     events = json.loads(Path(saved.value.path()).read_text())["traceEvents"]
@@ -167,7 +151,7 @@ def test_several_runs_are_laid_over_each_other(browser: Any, tmp_path: Path) -> 
     assert page.locator(".card", has_text="Validation score").first.locator("em span").count() == 2
     assert page.inner_text(".bar:visible b") == "one"
     page.click(".chip >> text=two")
-    assert page.inner_text(".bar:visible b") == "two"
+    expect(page.locator(".bar:visible b")).to_have_text("two")
 
 
 def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, tmp_path: Path) -> None:
@@ -180,9 +164,10 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         threading.Thread(target=server.serve_forever, daemon=True).start()
         opened = Opened(browser, server.url)
         page, top = opened.page, "document.querySelector('#all').getBoundingClientRect().top"
-        page.locator("[data-state=live_running]").wait_for(timeout=3000)
+        page.locator("[data-state=live_running]").wait_for()
         page.click("#all summary")
         page.fill("#filter", "val/score")
+        expect(page.locator("#all .card")).to_have_count(1)
         page.locator("#samples .group").wait_for()
         page.evaluate("scrollTo(0, 500)")
         before = page.evaluate(top)
@@ -190,30 +175,30 @@ def test_an_open_page_follows_its_run_and_says_what_became_of_it(browser: Any, t
         shutil.copy(newest, newest.with_stem("step-000061"))
         tags = {f"rollout/reward_mean/{tag}": 0.5 for tag in ("plus", "minus")}
         append(folder, row(61) | {"val/score": 0.9, f"reward/{HOSTILE}": 1.0} | tags)
-        page.locator(".bar", has_text="61 steps").wait_for(timeout=3000)
+        page.locator(".bar", has_text="61 steps").wait_for()
         assert [each.inner_text() for each in page.locator(".card:has-text('val/score') em").all()] == ["0.90"] * 2
         assert page.locator(".card:has-text('Reward by tag') em span:visible").count() == 2
         assert page.input_value("#filter") == "val/score" and abs(page.evaluate(top) - before) < 2
         assert page.input_value("#samples select") == "60"  # which the new buttons do not have
         page.click("[data-step='61']")
+        expect(page.locator("#samples select")).to_have_value("")
         page.locator("#samples .group").wait_for()
-        assert page.input_value("#samples select") == ""
         with page.expect_response("**/samples/52"):
             page.select_option("#samples select", "52")
         page.locator("#samples .group").wait_for()
 
         replace_summary(folder, {"status": "finished"})
-        page.locator("[data-state=live_ended]").wait_for(timeout=3000)
+        page.locator("[data-state=live_ended]").wait_for()
         other = write_run(tmp_path / "other", steps=5, status=None)
         for name in ("metrics.jsonl", "run.json"):
             (other / name).replace(folder / name)
-        page.click("[data-state=live_replaced] button", timeout=3000)
-        page.locator(".bar", has_text="5 steps").wait_for(timeout=3000)
+        page.click("[data-state=live_replaced] button")
+        page.locator(".bar", has_text="5 steps").wait_for()
         shutil.rmtree(folder)
-        page.locator("[data-state=live_gone]").wait_for(timeout=3000)
+        page.locator("[data-state=live_gone]").wait_for()
         assert opened.said == [] and {*map(own_name, opened.requested)} == {"127.0.0.1"}
         server.shutdown()
-    page.locator("[data-state=live_lost]").wait_for(timeout=3000)
+    page.locator("[data-state=live_lost]").wait_for()
 
 
 def own_name(url: str) -> str | None:
@@ -224,7 +209,7 @@ def test_a_page_that_was_open_before_its_run_began_shows_it(browser: Any, tmp_pa
     with WatchServer(tmp_path / "later") as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = Opened(browser, server.url).page
-        page.locator("[data-state=live_waiting]").wait_for(timeout=3000)
+        page.locator("[data-state=live_waiting]").wait_for()
         write_run(tmp_path / "later", steps=1, status=None)
-        page.locator(".bar", has_text="1 steps").wait_for(timeout=3000)
+        page.locator(".bar", has_text="1 steps").wait_for()
         server.shutdown()

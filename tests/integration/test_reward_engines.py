@@ -20,10 +20,10 @@ from roll.distributed.infer.score_worker import NOTHING_SAMPLED, ScoreWorker
 from roll.distributed.worker import WorkerRank
 from roll.models.tiny import TINY_SHAPE
 from roll.rollout.types import GenerateRequest, GenerateResult
+from tests.processes import PATIENCE_S
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
-CALL_TIMEOUT_S = 400.0
 POSITIONS = 128
 TOLERANCE = 1e-4
 
@@ -60,13 +60,13 @@ class RemoteScores:
 
     def __init__(self, actor: Any, folder: Path, tensor_parallel: int = 1, **options: Any) -> None:
         self.actor = actor
-        ray.get(actor.make.remote(str(folder), tensor_parallel, options), timeout=CALL_TIMEOUT_S)
+        ray.get(actor.make.remote(str(folder), tensor_parallel, options), timeout=PATIENCE_S)
 
     def on_host(self, method: str, *arguments: Any) -> None:
-        ray.get(getattr(self.actor, method).remote(*arguments), timeout=CALL_TIMEOUT_S)
+        ray.get(getattr(self.actor, method).remote(*arguments), timeout=PATIENCE_S)
 
     def __getattr__(self, method: str) -> Any:
-        return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=CALL_TIMEOUT_S)
+        return lambda *arguments: ray.get(self.actor.call.remote(method, *arguments), timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def check_late_sequences_and_a_restart(engine: RemoteScores, values: list[float]
     engine.on_host("set_timeout", 1e-6)
     late = engine.generate(requests(sequences()))
     assert all("no answer within 1e-06 s" in result.error and result.value is None for result in late)
-    engine.on_host("set_timeout", 60.0)
+    engine.on_host("set_timeout", PATIENCE_S)
     assert [result.value for result in engine.generate(requests(sequences()))] == pytest.approx(values, abs=1e-5)
     engine.on_host("kill_scheduler")
     with pytest.raises(ray.exceptions.RayTaskError, match=r"EngineNotRunningError.*killed by SIGKILL"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, lines
+from runs import lines
 
 from examples.tiny_math.problems import write_problems
 from examples.tiny_reward_model.demo import write_pairs
@@ -14,7 +14,7 @@ from roll.configs.arguments import DataArguments
 from roll.datasets.preferences import encode_preferences, load_preferences
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 20
 
@@ -25,21 +25,9 @@ def test_a_run_learns_which_answers_are_right_and_is_exported(
     write_problems(tmp_path / "data", seed=3, train=16, val=16, levels=(1,))
     pairs = tmp_path / "pairs.jsonl"
     write_pairs(tmp_path / "data" / "train.jsonl", pairs, seed=1)
-    code, output = shared_runs.run(
-        ROOT / "examples" / "tiny_reward_model" / "reward_model_config.yaml",
-        f"pretrain={tiny_model_dir}",
-        f"output_dir={tmp_path}/run",
-        f"actor_train.data_args.file_name=[{pairs}]",
-        f"validation.data_args.file_name=[{pairs}]",
-        "actor_train.training_args.per_device_train_batch_size=16",
-        "actor_train.training_args.learning_rate=0.005",
-        "actor_train.training_args.warmup_steps=0",
-        f"max_steps={STEPS}",
-        f"eval_steps={STEPS}",
-        "num_devices_per_node=3",
-        "track_with=[]",
-    )
-    assert code == 0, output
+    keys = "actor_train.training_args.learning_rate=0.005", f"max_steps={STEPS}", f"eval_steps={STEPS}"
+    recipe = "tiny_reward_model/reward_model_config.yaml"
+    shared_runs.learn(recipe, tiny_model_dir, tmp_path, pairs, pairs, *keys)
     steps = lines(tmp_path)
     assert steps[0]["val/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[0]["val/accuracy"] == 0
     assert steps[1]["actor/loss"] == pytest.approx(0.693147, abs=1e-5) and steps[1]["actor/margin"] == 0

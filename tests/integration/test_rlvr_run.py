@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import finish, inputs_in, lines, recipe, start, wait_for_line
+from runs import finish, lines, recipe, start, wait_for_line
 
 from roll.datasets.tokenizer import response_text
 from roll.lab.rehearse.model import add_score_head
@@ -20,28 +20,19 @@ from roll.trackers.sample_files import read_samples
 from tests.integration.rewards import text_reward
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    """The part of a recipe that says where model and problems are."""
-    return inputs_in(tmp_path_factory.mktemp("problems"), tiny_model_dir)
-
-
-@pytest.fixture(scope="module")
-def unbroken(
-    shared_runs: SharedRuns, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    """A deterministic run from start to end: its folder and what it printed."""
+def unbroken(shared_runs: SharedRuns, inputs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a deterministic run from start to end."""
     folder = tmp_path_factory.mktemp("unbroken")
-    code, output = shared_runs.run(recipe(inputs, folder, async_training__rollouter="inline"))
-    assert code == 0, output
-    return folder, output
+    shared_runs.succeed(recipe(inputs, folder, async_training__rollouter="inline"))
+    return folder
 
 
 def test_a_run_writes_a_line_for_every_step_with_the_promised_measures(unbroken):
-    steps = lines(unbroken[0])
+    steps = lines(unbroken)
     assert [line["step"] for line in steps] == [0, 1, 2, 3, 4]
     assert [("val/score" in line) for line in steps] == [True, False, True, False, True]
     assert steps[1]["actor/ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -52,14 +43,8 @@ def test_a_run_writes_a_line_for_every_step_with_the_promised_measures(unbroken)
         assert line["ledger/submitted"] == line["ledger/consumed"] == 4 * line["step"]
 
 
-def test_the_weights_learn_something(unbroken):
-    steps = lines(unbroken[0])
-    assert all(line["actor/grad_norm"] > 0 for line in steps[1:])
-    assert steps[-1]["actor/entropy"] != steps[1]["actor/entropy"]
-
-
 def test_run_json_says_what_ran_and_how_it_ended(unbroken):
-    record = json.loads((unbroken[0] / "run" / "run.json").read_text())
+    record = json.loads((unbroken / "run" / "run.json").read_text())
     assert record["summary"]["status"] == "finished"
     assert record["summary"]["steps"] == 4
     assert record["summary"]["peak_memory_bytes"] > 1e9
@@ -76,10 +61,9 @@ def test_a_killed_and_resumed_run_with_another_process_for_rollouts_writes_what_
     wait_for_line(first, tmp_path, 3)
     os.kill(first.pid, signal.SIGKILL)
     finish(first)
-    assert lines(tmp_path)[:3] == lines(unbroken[0])[:3], "two runs with one seed differ"
-    code, output = shared_runs.run(config, "resume_from_checkpoint=true")
-    assert code == 0, output
-    assert lines(tmp_path) == lines(unbroken[0])
+    assert lines(tmp_path)[:3] == lines(unbroken)[:3], "two runs with one seed differ"
+    shared_runs.succeed(config, "resume_from_checkpoint=true")
+    assert lines(tmp_path) == lines(unbroken)
 
 
 def test_an_engine_that_computes_another_model_ends_the_run_before_its_first_batch(shared_runs, inputs, tmp_path):
@@ -126,8 +110,7 @@ def test_pipeline_parallel_reference_token_budget_greedy_responses_and_reward_mo
             "device_mapping": [0, 1],
         },
     )
-    code, output = shared_runs.run(config)
-    assert code == 0, output
+    shared_runs.succeed(config)
     first, second = lines(tmp_path)
     assert first["actor/kl_loss"] > 0 and second["actor/kl_loss"] > 0, "the policy left the reference"
     assert first["rollout/greedy_reward_mean"] != first["rollout/reward_mean"]
@@ -204,8 +187,7 @@ def distill(shared_runs, inputs, tmp_path, **keys):
         },
         **keys,
     )
-    code, output = shared_runs.run(config)
-    assert code == 0, output
+    shared_runs.succeed(config)
     return teacher
 
 
@@ -235,8 +217,7 @@ def test_advantages_of_a_student_are_its_log_ratios_to_a_teacher_of_another_layo
 def scored(shared_runs, inputs, tmp_path, **keys):
     """The samples of the second step of a run one step off, whose validations score too."""
     config = recipe(inputs, tmp_path, deterministic=False, async_generation_ratio=1, max_steps=2, eval_steps=2, **keys)
-    code, output = shared_runs.run(config)
-    assert code == 0, output
+    shared_runs.succeed(config)
     assert ["val/score" in line for line in lines(tmp_path)] == [True, False, True]
     rows = read_samples(tmp_path / "run" / "samples", 2)
     assert len(rows) == 16 and len({row["score"] for row in rows}) > 4

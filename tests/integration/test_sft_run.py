@@ -7,36 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, lines
+from runs import lines
 
 from examples.tiny_math.problems import write_problems
 from roll.hub.find import fetch_model
 from tests.hub_server import go_online, serve_hub
 from tests.integration.shared_runs import SharedRuns
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 STEPS = 6
 
 
 def sft(shared_runs: SharedRuns, data: Path, model: Path, folder: Path, *overrides: str) -> dict[str, Any]:
     """The summary of the tiny recipe, run below `folder` with a few steps that all validate."""
-    code, output = shared_runs.run(
-        ROOT / "examples" / "tiny_math" / "sft_config.yaml",
-        f"pretrain={model}",
-        f"output_dir={folder}/run",
-        f"actor_train.data_args.file_name=[{data}/train.jsonl]",
-        f"validation.data_args.file_name=[{data}/val.jsonl]",
-        "actor_train.training_args.per_device_train_batch_size=16",
-        "actor_train.training_args.learning_rate=0.01",
-        "actor_train.training_args.warmup_steps=0",
-        f"max_steps={STEPS}",
-        "eval_steps=1",
-        "num_devices_per_node=3",
-        "track_with=[]",
-        *overrides,
-    )
-    assert code == 0, output
+    train, validation = data / "train.jsonl", data / "val.jsonl"
+    recipe, steps = "tiny_math/sft_config.yaml", f"max_steps={STEPS}"
+    shared_runs.learn(recipe, model, folder, train, validation, steps, "eval_steps=1", *overrides)
     return json.loads((folder / "run" / "run.json").read_text())["summary"]
 
 

@@ -16,7 +16,7 @@ from sglang_model_runner import which_models_are_taken
 from roll.models.tiny import write_tiny_model
 from roll.rollout.types import GenerateRequest, SamplingParams
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.integration
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import finish, inputs_in, lines, recipe, start
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 PARTS = """
 from dataclasses import dataclass

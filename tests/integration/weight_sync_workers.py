@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -24,8 +25,6 @@ from roll.distributed.worker import register
 from roll.platforms.cpu.shared_memory import SharedMemory, make_handle
 
 T = TypeVar("T")
-HANG_S = 6.0
-"""Seconds that a fault of kind `hang` takes."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,14 @@ class Fault:
     Attributes:
         kind: `corrupt` changes one element after its checksum was computed, as a faulty network would; `drop` leaves
             the tensor out, as a weight mapping with a hole would; `fail` raises when the tensor is sent; `hang` waits
-            `HANG_S` before it is sent; `add` announces expert 3 also as expert 9.
+            before it is sent; `add` announces expert 3 also as expert 9.
         name: HF name of the tensor.
+        until: a file; `hang` waits until there is one.
     """
 
     kind: Literal["corrupt", "drop", "fail", "hang", "add"]
     name: str
+    until: str = ""
 
 
 class FaultyWeights:
@@ -71,8 +72,8 @@ class FaultyWeights:
                 for _ in named:  # ends the gathers that other ranks take part in
                     pass
                 raise SendError(f"{name}: injected failure")
-            if name == self._fault.name and self._fault.kind == "hang":
-                time.sleep(HANG_S)
+            while name == self._fault.name and self._fault.kind == "hang" and not Path(self._fault.until).exists():
+                time.sleep(0.05)
             if name != self._fault.name or self._fault.kind != "drop":
                 yield name, value
 
@@ -140,8 +141,18 @@ class FaultyWorker(TrainWorker):
                     parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
     @register()
-    def set_adapters(self, seed: int) -> None:
-        """Sets all adapters to random numbers; with seed 0 every B is 0."""
+    def nudge_weights(self, seed: int, size: float) -> None:
+        """Adds random numbers of this standard deviation to what is trained; in bf16 most weights stay the same."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.train_strategy._parameters():
+                if parameter.requires_grad:
+                    parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    @register()
+    def set_adapters(self, seed: int, policy: str = "") -> None:
+        """Sets all adapters of a policy to random numbers; with seed 0 every B is 0."""
+        self.train_strategy.select(policy)
         with torch.no_grad():
             for each in self.train_strategy.adapters:
                 for number, (_, adapter) in enumerate(each.pairs()):

@@ -131,7 +131,7 @@ def printed(code: str, folder: Path) -> list[str]:
 
 @pytest.mark.usefixtures("only_built_in")
 def test_the_example_of_the_page_is_a_family(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/extensions.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/extensions/families.md").read_text()
     [(module, code)] = re.findall(r"^```python\n# (\w+family)\.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

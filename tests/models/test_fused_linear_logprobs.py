@@ -21,54 +21,51 @@ def inputs(rows=7, width=8, padded=16, tokens=11):
     return hidden, weight, torch.randint(0, tokens, (rows,)), tokens
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
-def test_log_probs_entropies_and_gradients_match_a_full_softmax(temperature, memory, monkeypatch):
-    if memory != "kept":
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
-    hidden, weight, targets, tokens = inputs()
-    spec = HeadSpec(0, tokens, temperature)
-    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, spec, entropy_gradient=True)
-    expected, expected_entropy = reference(hidden, weight, targets, tokens, temperature)
-    torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(entropy, expected_entropy)
-    weights = torch.linspace(-1, 2, len(targets))
-    ours = torch.autograd.grad((weights * log_probs + weights.flip(0) * entropy).sum(), (hidden, weight))
-    theirs = torch.autograd.grad((weights * expected + weights.flip(0) * expected_entropy).sum(), (hidden, weight))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+def in_chunks(monkeypatch):
+    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
+    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
 
 
-@pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
-def test_with_a_sampling_mask_the_softmax_is_over_its_tokens_alone(memory, monkeypatch):
-    """Rows without a mask are over all; the target counts even where the mask lacks it."""
-    if memory != "kept":
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
-    hidden, weight, targets, tokens = inputs()
-    mask = torch.randint(-1, tokens, (len(targets), 4), dtype=torch.int32)
-    mask[2], mask[5, 0], mask[6] = -1, -1, torch.tensor([int(targets[6]), -1, -1, -1])
-    allowed = torch.zeros(len(targets), tokens, dtype=torch.bool)
-    for row, kept in enumerate(mask.tolist()):
+def truncated_log_softmax(hidden, weight, mask, targets, tokens):
+    """Log-probs [N, tokens] over the ids of `mask` and the target where it has any, else over all."""
+    left_out = torch.zeros(len(targets), tokens, dtype=torch.bool)
+    for row, kept in enumerate([] if mask is None else mask.tolist()):
         ids = [token for token in kept if token >= 0]
-        allowed[row, [*ids, int(targets[row])] if ids else slice(None)] = True
+        left_out[row, list(set(range(tokens)) - {*ids, int(targets[row])}) if ids else []] = True
+    return (hidden @ weight[:tokens].t() / 0.7).masked_fill(left_out, -1e30).log_softmax(-1)
+
+
+MASKS = {"all tokens": None, "truncated": torch.tensor([[0, 3, 5], [-1, -1, -1], [1, -1, -1]] * 2 + [[9, 10, 2]])}
+
+
+@pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])
+@pytest.mark.parametrize("sampled_from", MASKS)
+def test_log_probs_entropies_squares_and_gradients_match_a_full_softmax(memory, sampled_from, monkeypatch):
+    """Rows without a mask are over all tokens; the target counts even where the mask lacks it."""
+    if memory != "kept":
+        in_chunks(monkeypatch)
+    hidden, weight, targets, tokens = inputs()
+    mask = MASKS[sampled_from]
+    if mask is not None:
+        mask = torch.cat([mask[:-1], torch.tensor([[int(targets[-1]), -1, -1]])])
     spec = HeadSpec(0, tokens, 0.7)
-    log_probs, entropy = fused_linear_logprobs(hidden, weight, targets, spec, entropy_gradient=True, kept=mask)
-    logits = (hidden @ weight[:tokens].t() / 0.7).masked_fill(~allowed, -torch.inf)
-    log_softmax = torch.log_softmax(logits, dim=-1)
+    log_probs, entropy, squares = fused_linear_logprobs(
+        hidden, weight, targets, spec, entropy_gradient=True, sum_pi_squared=True, kept=mask
+    )
+    log_softmax = truncated_log_softmax(hidden, weight, mask, targets, tokens)
     expected = log_softmax.gather(1, targets[:, None]).squeeze(1)
-    expected_entropy = -torch.where(allowed, log_softmax.exp() * log_softmax.masked_fill(~allowed, 0), 0).sum(-1)
+    expected_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(entropy, expected_entropy)
-    assert log_probs[6].item() == 0 and entropy[6].item() == 0
+    torch.testing.assert_close(squares, log_softmax.exp().square().sum(-1).detach())
+    assert mask is None or log_probs[-1].item() == entropy[-1].item() == 0, "the target alone is sampled from"
     weights = torch.linspace(-1, 2, len(targets))
     ours = torch.autograd.grad((weights * log_probs + weights.flip(0) * entropy).sum(), (hidden, weight))
     theirs = torch.autograd.grad((weights * expected + weights.flip(0) * expected_entropy).sum(), (hidden, weight))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    squares = fused_linear_logprobs(hidden, weight, targets, spec, sum_pi_squared=True, kept=mask)[2]
-    torch.testing.assert_close(squares, log_softmax.exp().square().sum(-1).detach())
+    plain = fused_linear_logprobs(hidden, weight, targets, spec, kept=mask)
+    assert torch.equal(log_probs, plain[0]) and torch.equal(entropy, plain[1])
 
 
 def half_precision_kernel(one, other, out_dtype, out=None):
@@ -143,36 +140,6 @@ def test_what_torch_cannot_compile_runs_as_it_is(monkeypatch, caplog):
     for _ in range(2):
         assert module._fused(torch.exp, logits).shape == (2, 3)
     assert len(calls) == 1 and "no C compiler" in caplog.text
-
-
-@pytest.mark.parametrize("memory", ["kept", "in chunks"])
-def test_sums_of_squared_probabilities_match_a_full_softmax(memory, monkeypatch):
-    if memory != "kept":
-        monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
-    hidden, weight, targets, tokens = inputs()
-    found = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7), sum_pi_squared=True)
-    squares = (hidden @ weight[:tokens].t() / 0.7).softmax(-1).square().sum(-1)
-    torch.testing.assert_close(found[2], squares.detach())
-    assert found[0].requires_grad and not found[2].requires_grad
-    plain = fused_linear_logprobs(hidden, weight, targets, HeadSpec(0, tokens, 0.7))
-    assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
-
-
-def in_chunks(monkeypatch):
-    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_KEPT_BYTES", 0)
-    monkeypatch.setattr("roll.models.fused_linear_logprobs.HEAD_CHUNK_BYTES", {"cpu": 4 * 16 * 3})
-
-
-def truncated_log_softmax(hidden, weight, mask, targets, tokens):
-    """Log-probs [N, tokens] over the ids of `mask` and the target where it has any, else over all."""
-    left_out = torch.zeros(len(targets), tokens, dtype=torch.bool)
-    for row, kept in enumerate([] if mask is None else mask.tolist()):
-        ids = [token for token in kept if token >= 0]
-        left_out[row, list(set(range(tokens)) - {*ids, int(targets[row])}) if ids else []] = True
-    return (hidden @ weight[:tokens].t() / 0.7).masked_fill(left_out, -1e30).log_softmax(-1)
-
-
-MASKS = {"all tokens": None, "truncated": torch.tensor([[0, 3, 5], [-1, -1, -1], [1, -1, -1]] * 2 + [[9, 10, 2]])}
 
 
 @pytest.mark.parametrize("memory", ["kept", "recomputed in chunks"])

@@ -23,10 +23,11 @@ from roll.trackers import make_trackers
 from roll.trackers.files import read_metrics
 from roll.trackers.metrics import undocumented
 from tests.configs.samples import RLVR, rlvr
+from tests.pages import text_of
 from tests.pipeline.my_parts import Doubling, Failing, Halving, Listening, Masking, MyRollouter
 from tests.pipeline.test_run import Counting, Lines
 
-PAGE = (Path(__file__).parents[2] / "docs" / "extensions.md").read_text(encoding="utf-8")
+PAGE = text_of("extensions")
 
 
 def named(**keys: str) -> RLVRConfig:

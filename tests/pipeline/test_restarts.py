@@ -19,7 +19,8 @@ import pytest
 from roll.base.errors import RunError, RunInterrupted
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.base.schema import ConfigSource
-from roll.configs.pipeline import BaseConfig, SFTConfig
+from roll.configs.learning.lora import PolicyArguments
+from roll.configs.pipeline import BaseConfig, RLVRConfig, SFTConfig
 from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline import launch as module
 from roll.pipeline.checkpoint import CheckpointError, CheckpointManager, PipelineState, checkpoints_of
@@ -192,8 +193,8 @@ def test_between_two_starts_a_run_is_not_said_to_have_failed(tmp_path: Path, mon
 
     def slowly(self: CheckpointManager, choice: bool | str) -> None:
         """As `resume_path` where checksums take a while: until health was reported."""
-        health, until = tmp_path / "health.json", time.monotonic() + 10
-        while not (health.exists() and "starting again" in health.read_text()) and time.monotonic() < until:
+        health = tmp_path / "health.json"
+        while not (health.exists() and "starting again" in health.read_text()):
             time.sleep(0.02)
 
     monkeypatch.setattr(CheckpointManager, "resume_path", slowly)
@@ -245,12 +246,13 @@ def test_a_resume_after_a_killed_driver_is_an_event(
 def test_the_time_until_the_run_trains_again_is_recorded_once(tmp_path: Path) -> None:
     running, events = RunningLoop(), EventLog(tmp_path)
     record_training_again(running, events)
+    began = time.monotonic()
     running.failed("actor_train-0 failed")
     time.sleep(0.05)
     record_training_again(running, events)
     record_training_again(running, events)
     (event,) = events_in(tmp_path)
-    assert event["event"] == "training again" and 0.05 <= event["seconds"] < 5
+    assert event["event"] == "training again" and 0.05 <= event["seconds"] <= time.monotonic() - began
 
 
 def test_before_it_trains_it_starts_again_as_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +350,12 @@ def test_the_end_of_a_run_says_how_many_steps_its_seconds_are_for(
     assert next_steps(SFTConfig(output_dir=str(tmp_path)), summary, "roll run CONFIG")[0] == line
 
 
+def test_the_end_of_a_run_of_several_policies_says_that_samples_have_one(tmp_path: Path) -> None:
+    config = RLVRConfig(output_dir=str(tmp_path), policies={"math": PolicyArguments(tags=["math"])})
+    shown = next_steps(config, RunSummary(steps=1, seconds=1), "roll run CONFIG", has_samples=True)
+    assert any(line.endswith(f"roll show {tmp_path} --policy NAME") for line in shown)
+
+
 def test_a_run_that_fails_while_it_ends_by_ctrl_c_does_not_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +385,36 @@ def test_between_two_starts_a_signal_ends_the_run(
     finally:
         signal.signal(number, before)
     assert len(runs.resumed) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_during_a_step_a_signal_lets_the_step_finish(tmp_path: Path, number: signal.Signals) -> None:
+    """A scheduler sends SIGTERM: the run then ends with a checkpoint, as at Ctrl-C, and is not cancelled."""
+
+    async def one_step() -> bool:
+        running = RunningLoop()
+        loop: Any = InStep(1)
+        running.begin(loop)
+        with module.interrupts(SFTConfig(output_dir=str(tmp_path)), running):
+            signal.raise_signal(number)
+            await asyncio.sleep(0.05)
+        return bool(loop.stopped)
+
+    before = signal.signal(number, signal.default_int_handler)  # a shell may have the tests ignore it, as nohup does
+    try:
+        assert asyncio.run(one_step())
+    finally:
+        signal.signal(number, before)
+
+
+class InStep(Loop):
+    """A loop that learns from a batch, and ends by itself afterwards."""
+
+    stopped = False
+
+    def stop(self) -> bool:
+        self.stopped = True
+        return True
 
 
 @pytest.mark.parametrize(

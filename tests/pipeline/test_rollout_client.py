@@ -15,6 +15,7 @@ from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError
 from roll.pipeline.rollout_client import RolloutClient
 from roll.rollout.rollouter import Rollouter
+from tests.processes import PATIENCE_S
 from tests.rollout.test_rollouter import BATCH, Scripted, prompts_of, rollouter
 
 STEPS = 6
@@ -195,7 +196,7 @@ def test_the_death_of_a_process_that_it_had_called_does_not_replace_it(tmp_path)
 
         processes.started[0].call = reward_died  # type: ignore[method-assign]
         with pytest.raises(ClusterError) as caught:
-            await asyncio.wait_for(client.next_batch(), 5)
+            await asyncio.wait_for(client.next_batch(), PATIENCE_S)
         assert (caught.value.role, len(processes.started)) == ("reward", 1)
 
     asyncio.run(run())

@@ -72,13 +72,15 @@ def tried(
         ("        ask([question], response_format={'type': 'json_object'})",
          ["trial_agent.py:11: BadRequestError: Error code: 400", "constrained decoding would sample"], []),
         ("        import no_such_package", ["trial_agent.py:16: ModuleNotFoundError"], []),
-        ("        while True: pass", ["trial_agent.py:16: it was not over after 4 s"], []),
+        ("        while True: pass", ["trial_agent.py:16: it was not over after 8 s"], []),
     ],
 )  # fmt: skip
 def test_the_trial_of_an_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, errors: list[str], warnings: list[str]
 ) -> None:
-    report = tried(tmp_path, code, monkeypatch, "trajectory_timeout_s=4", "actor_infer.generation_timeout_s=4")
+    seconds = 8 if "pass" in code else 600
+    limits = [f"{name}={seconds}" for name in ("trajectory_timeout_s", "actor_infer.generation_timeout_s")]
+    report = tried(tmp_path, code, monkeypatch, *limits)
     problems, remarks = ("\n".join(map(str, found)) for found in (report.errors, report.warnings))
     assert all(text in problems for text in errors) and bool(problems) == bool(errors), problems
     assert all(text in remarks for text in warnings) and bool(remarks) == bool(warnings), remarks

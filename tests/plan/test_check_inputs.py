@@ -153,6 +153,14 @@ def test_a_ground_truth_is_asked_for_only_by_functions_that_read_it(folder: Path
     assert "asks for ground_truth, and row 2 has none; name its column in data_args.ground_truth" in error
 
 
+def test_a_class_without_a_rule_here_asks_for_no_ground_truth(folder: Path) -> None:
+    given = f"actor_train.data_args.file_name={jsonl(folder, row(1, ground_truth=''), name='poems.jsonl')}"
+    [error] = errors(check_inputs(config(folder, given)))
+    assert "math_rule cannot compare a response with it" in error
+    planned = "rewards={poem: {worker_cls: mine.PoemRewardWorker}, math_rule: null}"
+    assert errors(check_inputs(config(folder, given, planned))) == []
+
+
 def test_pairs_with_equal_responses_are_counted(folder: Path) -> None:
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": other} for other in ("2", "3")]
     text = RLVR.replace("actor_infer:", "reference:") + "pipeline: dpo\n"
@@ -296,3 +304,12 @@ def test_the_tokenizer_of_a_reward_model_is_tried_with_its_own_template(folder: 
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(scores / "tokenizer.json"))
     [error] = errors(check_inputs(config(folder, *given)))
     assert error.startswith("rewards.reward_model.template: 'chatml' needs the special tokens")
+
+
+def test_a_policy_without_prompts_is_warned_of_and_a_tag_without_a_policy_is_an_error(folder: Path) -> None:
+    keys = ["actor_train.model_args.lora_target=all-linear", "actor_train.training_args.gradient_accumulation_steps=64"]
+    absent = "policies={sums: {tags: [math_rule]}, code: {tags: [code]}}"
+    warnings = [str(warning) for warning in check_inputs(config(folder, absent, *keys)).warnings]
+    assert "policies.code.tags: no row read has one; there are math_rule" in warnings
+    [error] = errors(check_inputs(config(folder, "policies={code: {tags: [code]}}", *keys)))
+    assert error.startswith("policies: ") and "math_rule" in error

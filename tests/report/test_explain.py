@@ -134,3 +134,20 @@ def test_samples_of_an_older_version_and_of_a_loss_that_is_not_finite_are_refuse
     (folder / "samples" / "step-000003.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(RunError, match="older version"):
         explained(folder)
+
+
+def test_of_several_policies_one_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_of(tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    samples = Path(record["config"]["rollout_dump_dir"])
+    record["config"]["policies"] = {"own": {"tags": ["default"]}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name if name == "step" else f"own/{name}": value for name, value in row.items()} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples.rename(tmp_path / "moved")
+    samples.mkdir()
+    (tmp_path / "moved").rename(samples / "own")
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "--policy: is not given: the policies are own" in " ".join(capsys.readouterr().err.split())
+    assert main(["explain", str(tmp_path), "--policy", "own"]) == 0

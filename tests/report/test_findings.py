@@ -75,6 +75,7 @@ def late(before: float, after: float) -> Callable[[float], float]:
         ("f_mismatch", sets(actor__log_ratio_abs_mean=lambda part: 0.2, staleness__token_max=lambda part: 0)),
         ("f_norm", sets(actor__grad_norm=lambda part: 90.0 if part == 0.5 else 1.0)),
         ("f_cut", sets(rollout__truncated_fraction=late(0.1, 0.4))),
+        ("f_cut_agents", sets(gateway__requests=lambda part: 64.0, gateway__cut_answers=late(2.0, 20.0))),
         ("f_drops", sets(ledger__dropped_generation_failed=lambda part: 100 * part)),
         ("f_idle", sets(throughput__trainer_idle=lambda part: 0.6)),
         ("f_slow", sets(time__step=lambda part: 9.0 if part == 0.5 else 1.0)),

@@ -18,7 +18,7 @@ from roll.report.history import MOST_LANES
 from roll.report.page import MOST_POINTS, make_page
 from roll.report.read import read_run
 from roll.report.text import TEXTS
-from tests.report.runs import long_run, sample, write_run
+from tests.report.runs import group_line, long_run, sample, write_run
 
 HOSTILE = '</script><script>document.title="taken"</script><b>"&\u202e\x00\ud800中文'
 
@@ -42,6 +42,29 @@ def test_it_requests_nothing_and_shows_the_numbers_of_the_run(tmp_path: Path) ->
     )
     shown = {name for chart in values["charts"] for name in chart["metrics"]}
     assert shown & {*values["runs"][0]["data"]} <= {*values["units"]}, "a chart has a metric without a unit"
+
+
+def of_policies(row: dict[str, Any], part: float) -> None:
+    row |= {"code/rollout/reward_mean": part, "math/rollout/reward_mean": 1 - part, "math/version": row["step"]}
+
+
+def test_several_policies_are_shown_beside_their_run(tmp_path: Path) -> None:
+    policies = {name: {"tags": [name]} for name in ("code", "math")}
+    write_run(tmp_path, spoil=of_policies, config={"policies": policies}, groups=[group_line(1, 3)])
+    for number, name in enumerate(policies):
+        folder = tmp_path / "samples" / name
+        folder.mkdir(parents=True)
+        (folder / "step-000060.jsonl").write_text(json.dumps(sample(number, 1.0, 1.0, [number])) + "\n")
+    page = report([tmp_path]).read_text()
+    values = payload(page)
+    assert [each["name"] for each in values["runs"]] == ["small", "small: code", "small: math"]
+    whole, code, math = (each["data"] for each in values["runs"])
+    assert code["rollout/reward_mean"][-1] == 1 and math["rollout/reward_mean"][-1] == 0
+    assert "time/step" in whole and not {"time/step", "actor/loss"} & code.keys() and "version" in math
+    assert [[step["groups"][0]["id"] for step in each] for each in values["samples"]] == [[], ["p0"], ["p1"]]
+    assert [len(each) for each in values["histograms"]] == [3, 0, 3]
+    assert page.count(TEXTS["samples_of_policies"][0]) == 1
+    assert "differ" not in page[page.index("<section id=configuration") :].partition("</section>")[0]
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def ask(
     server: WatchServer, path: str, method: str = "GET", host: str | None = None
 ) -> tuple[int, http.client.HTTPMessage, str]:
     """Status, headers and body; `TOKEN` in the path is the server's."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
     connection.request(
         method, path.replace("TOKEN", server.token), headers={"Host": host or f"127.0.0.1:{server.server_port}"}
     )
@@ -190,7 +190,7 @@ def test_the_command_prints_its_url_and_ends_quietly_at_ctrl_c(tmp_path: Path) -
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().split()[-1]
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url) as answer:
             assert "3 steps" in answer.read().decode()
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "0 []\n"

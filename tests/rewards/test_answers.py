@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from roll.configs.scoring.built_in_rewards import BUILT_IN
@@ -42,6 +40,16 @@ from roll.rewards.answers import SELF_TEST, choice, exact_match, multiple_choice
         ("The answer is A, B is wrong", "A"),
         ("<think>The answer is A</think> It must be B", "B"),
         ("", None),
+        ("The answer is I.", "I"),
+        ("B is wrong. The answer is (I).", "I"),
+        ("so (I) it is", "I"),
+        ("The answer is I think B", "B"),
+        (r"\boxed{\textit{B}}", "B"),
+        ("The answer is \uff22", "B"),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{A or B}", None),
+        (r"\boxed{(A) and (B)}", None),
+        (r"\boxed{A. Vitamin C}", "A"),
     ],
 )
 def test_the_choice_of_a_response(response, letter):
@@ -120,29 +128,3 @@ def test_the_self_test_holds(name):
     samples = SELF_TEST(config)
     assert {right for _, _, right in samples} == {True, False}
     assert [reward(response, truth, config) for response, truth, _ in samples] == [float(item[2]) for item in samples]
-
-
-@pytest.mark.parametrize(
-    ("response", "letter"),
-    [
-        ("The answer is I.", "I"),
-        ("B is wrong. The answer is (I).", "I"),
-        ("so (I) it is", "I"),
-        ("The answer is I think B", "B"),
-        (r"\boxed{\textit{B}}", "B"),
-        ("The answer is \uff22", "B"),
-        (r"\boxed{A, B}", None),
-        (r"\boxed{A or B}", None),
-        (r"\boxed{(A) and (B)}", None),
-        (r"\boxed{A. Vitamin C}", "A"),
-    ],
-)
-def test_the_letter_i_is_a_choice_where_it_is_no_pronoun_and_several_letters_are_none(response, letter):
-    assert choice(response) == letter
-
-
-def test_long_responses_take_time_in_proportion():
-    start = time.perf_counter()
-    assert choice("Answer: " * 50_000) is None
-    assert stated_answer("Answer: " * 50_000 + "x") == "x"
-    assert time.perf_counter() - start < 5  # quadratic time would be minutes

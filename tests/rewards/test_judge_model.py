@@ -13,6 +13,7 @@ from roll.configs.scoring.rewards import RewardConfig
 from roll.datasets.prompts import Question
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.judge_model import JudgeAnswer, JudgeModelScorer, JudgeQuestion
+from tests.processes import PATIENCE_S
 
 Ask = Callable[[Sequence[JudgeQuestion]], Awaitable[list[JudgeAnswer]]]
 
@@ -128,6 +129,6 @@ def test_closing_cancels_calls_that_run() -> None:
             await asyncio.sleep(0.001)
         scorer.close()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())

@@ -16,7 +16,7 @@ from roll.rewards.llm_judge import JudgeError, grade_in
 from roll.rewards.math_rule import math_reward
 
 CHARACTERS = 100_000
-LIMIT_S = 2.0
+LIMIT_S = 20.0
 """Processor time for one response; quadratic time would be minutes."""
 
 REPEATED = [
@@ -61,6 +61,7 @@ REPEATED = [
     ),
     *(
         "answer is ",
+        "Answer: ",
         "Answer: A\n",
         "```\n",
         "```python\n",

@@ -142,7 +142,7 @@ def test_an_endpoint_that_cannot_be_reached_is_a_failure():
 
 
 def test_a_judge_that_does_not_answer_is_a_timeout(judge):
-    made = judge(lambda body: (time.sleep(1), (200, {}, "Grade: 1"))[1])
+    made = judge(lambda body: (time.sleep(3), (200, {}, "Grade: 1"))[1])
     reward = config(made.url)
     reward.timeout_s = 0.3
     [outcome] = scored(reward, "response")
@@ -150,9 +150,9 @@ def test_a_judge_that_does_not_answer_is_a_timeout(judge):
 
 
 def test_calls_at_a_time_are_bounded_and_waiting_is_not_part_of_their_time(judge):
-    made = judge(lambda body: (time.sleep(0.2), (200, {}, "Grade: 10"))[1])
+    made = judge(lambda body: (time.sleep(0.5), (200, {}, "Grade: 10"))[1])
     reward = config(made.url, max_concurrent_calls=3)
-    reward.timeout_s = 1.0
+    reward.timeout_s = 2.5
     outcomes = scored(reward, *[str(number) for number in range(18)])
     assert [outcome.score for outcome in outcomes] == [1.0] * 18
     assert made.most == 3

@@ -36,7 +36,7 @@ def test_the_self_test_holds_for_every_answer_pattern(pattern):
 
 def test_importing_rewards_imports_neither_torch_nor_sympy():
     code = "import sys, roll.usercode.reward_pool, roll.rewards.math_rule; print({'torch', 'sympy'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md run as they are written there, and its table has every parameter."""
+"""The examples of docs/rewards run as they are written there, and the tables have every parameter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import ALL, RewardOutcome, RewardRequest
 from roll.usercode.reward_pool import RewardPool
+from tests.pages import blocks, text_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+PAGE = text_of("rewards")
 
 
 @pytest.fixture
@@ -32,15 +33,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def example(folder: Path, name: str) -> RewardConfig:
     """The reward with this name, with its code as a file in `folder` and its section of the YAML."""
-    [code] = [code for code in blocks("python") if re.search(rf"^(async )?def {name}\(", code, re.MULTILINE)]
+    [code] = [code for code in blocks(PAGE, "python") if re.search(rf"^(async )?def {name}\(", code, re.MULTILINE)]
     (folder / "my_rewards.py").write_text(code, encoding="utf-8")
-    sections = [yaml.safe_load(text)["rewards"] for text in blocks("yaml")]
+    sections = [yaml.safe_load(text)["rewards"] for text in blocks(PAGE, "yaml")]
     [rewards] = [rewards for rewards in sections if name in rewards]
     return RewardConfig(**rewards[name])
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def scored(config: RewardConfig, *requests: RewardRequest) -> list[list[RewardOutcome]]:
@@ -93,5 +90,5 @@ def test_every_parameter_is_in_a_table() -> None:
 
 
 def test_every_built_in_reward_has_a_row() -> None:
-    section = PAGE.partition("## Built-in rewards")[2].partition("\n### ")[0]
+    section = PAGE.partition("## Built-in rewards")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(BUILT_IN)

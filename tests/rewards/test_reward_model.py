@@ -12,6 +12,7 @@ from roll.datasets.prompts import Question
 from roll.datasets.records import DatasetError
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.rewards.reward_model import RewardModelScorer
+from tests.processes import PATIENCE_S
 
 
 class Tokenizer:
@@ -104,7 +105,7 @@ def test_a_model_that_takes_several_calls_lets_none_wait_for_a_slow_one() -> Non
         made.connect(score, concurrent=True)
         slow = asyncio.ensure_future(made.score([request("a", "x")]))
         await slow_runs.wait()
-        assert await asyncio.wait_for(made.score([request("a", "bc")]), 60) == [[RewardOutcome(4.0)]]
+        assert await asyncio.wait_for(made.score([request("a", "bc")]), PATIENCE_S) == [[RewardOutcome(4.0)]]
         assert not slow.done()
         may_end.set()
         assert await slow == [[RewardOutcome(3.0)]]
@@ -157,7 +158,7 @@ def test_too_few_scores_are_an_error_and_no_endless_wait() -> None:
 
     async def scenario() -> None:
         with pytest.raises(ValueError, match="fewer scores"):
-            await asyncio.wait_for(scorer(score).score([request("a", "b", "c")]), 5)
+            await asyncio.wait_for(scorer(score).score([request("a", "b", "c")]), PATIENCE_S)
 
     asyncio.run(scenario())
 
@@ -181,6 +182,6 @@ def test_closing_cancels_calls_that_run() -> None:
             await asyncio.sleep(0.001)
         made.close()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(scenario())

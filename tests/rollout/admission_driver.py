@@ -63,13 +63,17 @@ class Driver:
 
     def run(self, events: int) -> None:
         """Draws that many events, then ends the run."""
+        self.play(events)
+        self.run_dry()
+
+    def play(self, events: int) -> None:
+        """Draws that many events."""
         names = ["submit", "end", "end", "end", "take", "advance", "pause", "resume", "crash", "save"]
         weights = [10, 10, 10, 10, 10, 6, 1, 3, 0.3, 0.3]
         for name in self.draw.choices(names, weights, k=events):
             self.now += self.draw.choice([0.0, 0.5, 1.0])
             self.events[name] += getattr(self, name)()
             self.check()
-        self.run_dry()
 
     def submit(self) -> bool:
         allowed = self.admission.admissible()
@@ -185,6 +189,7 @@ class Driver:
         assert self.state() == state
         again = {number: replace(each, submitted_at_s=self.now) for number, each in self.model.running.items()}
         assert self.admission.resubmit(self.now) == [again[number] for number in sorted(again)]
+        assert self.admission.resubmit(self.now) == []
         self.model.running = again
         return True
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from roll.configs.asynchronous import exact_ratio
 from roll.rollout.admission import Admission, AdmissionError, AdmissionSettings, admission_bound
+from tests.rollout.admission_driver import Driver
 
 
 def admission(ratio: float, batch_size: int = 4, **settings: Any) -> Admission[str]:
@@ -286,16 +289,31 @@ def test_a_restored_admission_continues_where_it_stopped() -> None:
     assert [taken.group for taken in back.take()] == ["item 4", "item 6", "item 7", "item 8"]
 
 
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_a_run_that_is_resumed_with_a_smaller_ratio_drops_what_is_too_old_for_it(ratio: int) -> None:
+    found = sum(_dropped_by_a_resumed_run(random.Random(seed), ratio) for seed in range(20))
+    assert found >= 10
+
+
+def _dropped_by_a_resumed_run(draw: random.Random, ratio: int) -> int:
+    """Plays a run of ratio 3, resumes it with a smaller one, and returns how many groups that drops."""
+    driver = Driver("3", draw)
+    driver.play(100)
+    state, model = driver.admission.state_dict(lambda item: item["number"]), driver.model
+    discarded: list[tuple[int, str]] = []
+    back = Admission.restore(
+        AdmissionSettings(driver.batch_size, ratio), state, int, lambda group, why: discarded.append((group.group, why))
+    )
+    old = {number for number, (_, oldest) in model.buffered.items() if model.batches - oldest > ratio}
+    assert sorted(discarded) == [(number, "stale") for number in sorted(old)]
+    assert [each["group"] for each in back.state_dict(int)["buffered"]] == sorted(model.buffered.keys() - old)
+    assert back.ledger.dropped == Counter([*model.dropped.values(), *["stale"] * len(old)])
+    assert (back.ledger.buffered, back.ledger.submitted) == (len(model.buffered) - len(old), model.submitted)
+    back.ledger.check()
+    return len(old)
+
+
 def test_a_checkpoint_of_another_batch_size_is_refused() -> None:
     state = admission(1).state_dict(str)
     with pytest.raises(ValueError, match="rollout_batch_size: batches of 5 prompts cannot .* of 4; use that size"):
         Admission.restore(AdmissionSettings(5, 1), state, str)
-
-
-def test_a_run_that_starts_at_a_later_version_is_bounded_from_there() -> None:
-    made: Admission[str] = Admission(AdmissionSettings(4, 1, total=16), version=2)
-    assert [(request.version, request.deadline) for request in made.submit(made.admissible())] == [(2, 3)] * 8
-    finish(made, range(8))
-    made.take()
-    made.advance(3)
-    assert made.admissible() == 0, "the run consumes 16 prompts, 8 of them before version 2"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from roll.rollout import engine_pool
 from roll.rollout.engine_pool import Balancer, EngineDownError, EnginePool
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
+from tests.processes import PATIENCE_S
 
 
 class FaultyEngines:
@@ -217,7 +218,7 @@ def test_an_engine_that_could_not_be_asked_is_asked_again(monkeypatch, caplog):
 
     async def run() -> list[list[GenerateResult]]:
         pool = EnginePool(engines, 0, max_running=4, restarted=True)
-        return await asyncio.wait_for(pool.generate(groups_of([2])), 5)
+        return await asyncio.wait_for(pool.generate(groups_of([2])), PATIENCE_S)
 
     (group,) = asyncio.run(run())
     assert [answer.finish_reason for answer in group] == ["stop", "stop"]

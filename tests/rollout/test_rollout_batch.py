@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from itertools import count, cycle
+from itertools import count, cycle, groupby
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roll.algorithms.advantages import AdvantageSettings, compute_advantages
 from roll.algorithms.estimators.turn_returns import RewardNormalization
 from roll.algorithms.turns import check_turns, read_turns
-from roll.datasets.batch import ROUTING
+from roll.datasets.batch import POLICY, ROUTING
 from roll.rollout.rollout_batch import NO_TURN, batch_of_groups
 from roll.rollout.types import NOT_SAMPLED, GenerateResult, Group, Trajectory
 
@@ -65,6 +65,18 @@ def test_a_row_has_the_experts_of_its_tokens_also_in_another_process(sample_by):
         padding = not chosen.batch["response_mask"][row].any()
         assert routing[:, 0, 0].tolist() == ([] if padding else chosen.batch["input_ids"][row, : length - 1].tolist())
     assert ROUTING not in batch_of_groups(groups_of(SCRIPT), sample_by)
+
+
+def test_rows_of_each_policy_are_together_and_padded():
+    policies = {"Room": "math", "Lake": "code"}
+    batch = batch_of_groups(groups_of(SCRIPT), multiple=4, policies=policies)
+    owners, tags = (batch.non_tensor_batch[name].tolist() for name in (POLICY, "tag"))
+    assert [name for name, _ in groupby(owners)] == ["math", "code"]
+    assert all(not tag or policies[tag] == owner for owner, tag in zip(owners, tags, strict=True))
+    assert [owners.count(name) % 4 for name in policies.values()] == [0, 0]
+    rows = batch_of_groups(groups_of(SCRIPT))
+    assert sorted(tag for tag in tags if tag) == sorted(rows.non_tensor_batch["tag"])
+    assert POLICY not in rows
 
 
 def groups_of(script: list[list[list[tuple[str, int, float]]]]) -> list[Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -179,6 +180,42 @@ def test_buffered_and_running_prompts_survive_a_restart(ratio, cut):
         assert sorted(used) == list(range(6 * BATCH))
         restored.admission.ledger.check()
         assert restored.admission.ledger.consumed == restored.admission.ledger.submitted == 6 * BATCH
+        await restored.close()
+
+    asyncio.run(run())
+
+
+class OfTwoPolicies(Scripted):
+    """Prompts of two policies in turn."""
+
+    def policy_of(self, group: Group) -> str:
+        return ("math", "code")[group.problem % 2]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
+def test_ledgers_of_policies_add_up_to_that_of_the_run_also_after_a_restart(ratio):
+    def check(made: Rollouter) -> None:
+        run, own = made.admission.ledger, made._ledgers
+        for count in ("submitted", "consumed", "buffered", "in_flight"):
+            assert sum(getattr(each, count) for each in own.values()) == getattr(run, count)
+        assert sum((each.dropped for each in own.values()), Counter()) == run.dropped
+
+    async def run() -> None:
+        worker = OfTwoPolicies([2, 25, 4], failing=[3], filtered=[5, 6])
+        made = rollouter(worker, ratio, steps=6)
+        await train(made, worker, range(3))
+        check(made)
+        state = json.loads(json.dumps(await made.state_dict()))
+        await made.close()
+        again = OfTwoPolicies([2, 25, 4])
+        again.version = 3
+        restored = rollouter(again, ratio, steps=6)
+        await restored.load_state_dict(state)
+        check(restored)
+        await restored.advance(3)
+        metrics = (await restored.next_batch()).metrics
+        check(restored)
+        assert metrics["math/ledger/consumed"] + metrics["code/ledger/consumed"] == metrics["ledger/consumed"]
         await restored.close()
 
     asyncio.run(run())

@@ -22,8 +22,12 @@ def test_documented_names_and_families_are_known() -> None:
     assert undocumented(["time/step", "val/addition/score", "ledger/dropped_timeout", "memory/actor_train_peak"]) == []
 
 
+def test_tags_and_metrics_of_rewards_may_have_slashes() -> None:
+    assert undocumented(["val/openai/gsm8k/score", "reward/openai/gsm8k/acc", "reward/math/right/acc"]) == []
+
+
 def test_an_unknown_name_is_found() -> None:
-    assert undocumented(["time/step", "time/stp", "val/a/b/score"]) == ["time/stp", "val/a/b/score"]
+    assert undocumented(["time/step", "time/stp", "ledger/a/b/c"]) == ["time/stp", "ledger/a/b/c"]
 
 
 def test_every_metric_of_the_correction_is_described() -> None:

@@ -77,6 +77,12 @@ def test_steps_between_two_that_are_logged_are_not_left_out(run_config: RLVRConf
     assert shown == SPANS
 
 
+def test_samples_of_several_policies_are_shown(run_config: RLVRConfig) -> None:
+    for policy in ("code", "math"):
+        write_samples(Path(str(run_config.rollout_dump_dir)) / policy, 6, columns(), {})
+    assert len([*sample_files(run_config).due(5, 6)]) == 2 * 5
+
+
 SPANS = {(0, 1): [1], (1, 2): [2], (2, 3): [], (0, 4): [1, 2, 4], (2, 6): [4], (4, 4): []}
 """Steps after the first number and up to the second, and those of them that are shown."""
 

@@ -10,6 +10,11 @@ from typing import Any
 from roll.agents import Agent, Result
 
 
+def daemon() -> list[str]:
+    """What `leaves_a_daemon` starts; these tests find it by its seconds, also beside other ones."""
+    return ["sleep", f"36{os.environ['ROLL_TEST_SESSION']}"]
+
+
 class Troubled(Agent):
     """Ends as it is told."""
 
@@ -43,17 +48,17 @@ class Troubled(Agent):
 
     def forks_without_end(self, task: dict[str, Any], seed: int) -> Result:
         for _ in range(1500):
-            subprocess.Popen(["sleep", "60"])
-        time.sleep(60)
+            subprocess.Popen(["sleep", "3600"])
+        time.sleep(3600)
         return Result(1.0)
 
     def leaves_a_daemon(self, task: dict[str, Any], seed: int) -> Result:
-        os.system("setsid setsid sleep 61.25 < /dev/null > /dev/null 2>&1 &")
+        os.system(f"setsid setsid {' '.join(daemon())} < /dev/null > /dev/null 2>&1 &")
         return Result(1.0)
 
     def starts_programs(self, task: dict[str, Any], seed: int) -> Result:
         while True:
-            subprocess.Popen(["sleep", "61.25"], start_new_session=True)
+            subprocess.Popen(daemon(), start_new_session=True)
             time.sleep(0.005)
 
     def hangs(self, task: dict[str, Any], seed: int) -> Result:

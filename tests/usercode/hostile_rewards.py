@@ -19,9 +19,6 @@ from roll.usercode.containment import COUNT_INTERVAL_S
 
 HOUR = 3600.0
 
-FOREIGN_S = 3607
-"""Seconds that a daemon without an environment sleeps, by which it is found."""
-
 
 class Panic(BaseException):
     """What an extension in Rust raises: not an Exception."""
@@ -43,6 +40,11 @@ def _loop() -> None:
 
 def _recurse() -> None:
     _recurse()
+
+
+def foreign() -> list[str]:
+    """What a daemon without an environment runs; these tests find it by its seconds, also beside other ones."""
+    return ["sleep", f"37{os.environ['ROLL_TEST_SESSION']}"]
 
 
 def _program() -> None:
@@ -115,7 +117,7 @@ DEEDS: dict[str, Callable[[], Any]] = {
         os.kill(os.getpid(), signal.SIGKILL),
     ),
     "daemon without an environment and die": lambda: (
-        subprocess.run(["setsid", "env", "-i", "KEPT=1", "setsid", "sh", "-c", f"(setsid sleep {FOREIGN_S} &)"]),
+        subprocess.run(["setsid", "env", "-i", "KEPT=1", "setsid", "sh", "-c", f"(setsid {' '.join(foreign())} &)"]),
         os._exit(7),
     ),
     "daemon by a double fork and die": lambda: (_child(leave_session=True), os._exit(7)),

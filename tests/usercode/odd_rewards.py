@@ -111,10 +111,17 @@ def rank(responses: list[str]) -> list[float]:
     return [float(sorted(responses, key=len).index(response)) for response in responses]
 
 
+running: list[str] = []
+"""Calls of `slow` that have begun and have not ended."""
+
+
 async def slow(response: str) -> dict[str, float]:
     """Waits as long as the response says."""
+    running.append(response)
+    count = len(running)
     await asyncio.sleep(float(response))
-    return {"score": float(response), "loop": float(id(asyncio.get_running_loop()))}
+    running.remove(response)
+    return {"score": float(response), "loop": float(id(asyncio.get_running_loop())), "running": float(count)}
 
 
 def leak(calls: Any) -> None:

@@ -19,8 +19,8 @@ from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardOutcome, RewardRequest
 from roll.usercode.containment import COUNT_INTERVAL_S, takes_more_than
 from roll.usercode.reward_pool import RewardPool
-from tests.processes import command_of
-from tests.usercode.hostile_rewards import FOREIGN_S
+from tests.processes import PATIENCE_S, command_of
+from tests.usercode.hostile_rewards import foreign
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +87,6 @@ import asyncio
 from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.reward_pool import RewardPool
-from tests.processes import command_of
-from tests.usercode.hostile_rewards import FOREIGN_S
 
 async def main():
     async with RewardPool(RewardConfig(function={FUNCTION!r}, timeout_s=600)) as pool:
@@ -129,7 +127,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def assert_gone(mark: bytes) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE_S
     while left := processes_with(mark):
         assert time.monotonic() < until, left
         time.sleep(0.02)
@@ -165,10 +163,10 @@ def test_every_kind_of_hostile_code_fails_alone(nothing_is_left: Callable[[], No
 
 @pytest.mark.parametrize("response", ["daemon without an environment and die", "daemon by a double fork and die"])
 def test_a_daemon_ends_with_its_process(response: str, nothing_is_left: Callable[[], None]) -> None:
-    daemon = ["sleep", str(FOREIGN_S)]
+    daemon = foreign()
     (outcome,) = asyncio.run(scored(response))
     assert outcome.reason == "raised"
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while left := [each.pid for each in psutil.process_iter() if command_of(each).split() == daemon]:
         assert time.monotonic() < until, left
         time.sleep(0.05)
@@ -275,19 +273,19 @@ def test_nothing_outlives_a_driver_that_was_killed(
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     driver = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     assert driver.stdout is not None and driver.stdout.readline() == "ready\n"
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while len(psutil.Process(driver.pid).children(recursive=True)) < 3:  # reward process, watchdog, its child
         assert time.monotonic() < until
         time.sleep(0.02)
     driver.kill()
-    driver.communicate(timeout=10)
+    driver.communicate()
     nothing_is_left()
 
 
 def test_a_domain_that_hangs_delays_no_other(nothing_is_left: Callable[[], None]) -> None:
     async def run() -> tuple[bool, float]:
-        hanging = asyncio.ensure_future(scored(*["sleep"] * 4, timeout_s=0.4))
-        config = RewardConfig(function=FUNCTION, timeout_s=20)
+        hanging = asyncio.ensure_future(scored(*["sleep"] * 4, timeout_s=PATIENCE_S))
+        config = RewardConfig(function=FUNCTION, timeout_s=60)
         async with RewardPool(config) as pool:
             [[outcome]] = await pool.score([RewardRequest((SOUND,), "")])
             waited = hanging.done()

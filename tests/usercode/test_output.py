@@ -8,6 +8,7 @@ from roll.configs.scoring.rewards import RewardConfig
 from roll.rewards.calling import RewardRequest
 from roll.usercode.output import LIMIT_BYTES, LIMIT_WINDOW_S, OutputLimit, RewardOutput
 from roll.usercode.reward_pool import RewardPool
+from tests.processes import PATIENCE_S
 
 FUNCTION = "tests.usercode.hostile_rewards:score"
 
@@ -38,15 +39,15 @@ def test_what_a_reward_prints_is_shown_up_to_a_limit_with_one_warning(capfd, cap
 def test_a_process_that_has_the_pipe_keeps_nothing_open(capfd):
     output = RewardOutput("mine:score")
     output.start()
-    child = subprocess.Popen(["sh", "-c", "echo hello; exec sleep 60"], stdout=output.writer.fileno())
+    child = subprocess.Popen(["sh", "-c", "echo hello; exec sleep 10000"], stdout=output.writer.fileno())
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE_S
         while "hello" not in capfd.readouterr().err:
             assert child.poll() is None and time.monotonic() < until
             time.sleep(0.01)
         output.close()
         output.close()
-        output._thread.join(10)
+        output._thread.join(PATIENCE_S)
         assert not output._thread.is_alive()
     finally:
         child.kill()

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import ModuleType
 
 import psutil
@@ -22,7 +21,7 @@ from roll.usercode.pool import DIED_IDLE
 from roll.usercode.reward_pool import RewardPool, RewardSelfTestError
 from roll.usercode.reward_process import load_reward_function, self_test_of
 from roll.usercode.stopped import StopTimes
-from tests.processes import command_of
+from tests.processes import PATIENCE_S, command_of
 from tests.usercode import odd_rewards
 
 pytestmark = pytest.mark.slow
@@ -54,7 +53,7 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
     ]
 
     async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=2.0, world_size=2)) as pool:
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=2)) as pool:
             return await pool.score([RewardRequest((behaviour,), "") for behaviour in behaviours])
 
     before = set(pool_processes(os.getpid()))
@@ -82,7 +81,7 @@ def test_every_kind_of_failure_is_classified_and_affects_no_other_sample():
     )
     assert "exit code 7" in outcomes["die"].detail
     assert "of length 2" in outcomes["two"].detail
-    assert "timeout_s = 2" in outcomes["hang"].detail
+    assert "timeout_s = 5" in outcomes["hang"].detail
     assert set(pool_processes(os.getpid())) == before
 
 
@@ -108,7 +107,7 @@ def test_a_failed_self_test_names_the_sample_and_close_cancels_running_calls():
         pool.close()
         pool.close()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, PATIENCE_S)
 
     asyncio.run(run())
 
@@ -162,18 +161,18 @@ def test_a_group_function_scores_all_responses_in_one_call():
 
 def test_coroutines_run_at_the_same_time_in_one_loop_and_have_their_own_deadlines():
     async def run():
-        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:slow", timeout_s=1)) as pool:
-            start = time.perf_counter()
-            first = await pool.score([RewardRequest(("0.5",) * 19 + ("30",), "")])
-            return first[0], await pool.score([RewardRequest(("0",), "")]), time.perf_counter() - start
+        async with RewardPool(RewardConfig(function="tests.usercode.odd_rewards:slow", timeout_s=5)) as pool:
+            [first] = await pool.score([RewardRequest(("0.5",) * 19 + ("3000",), "")])
+            return first, await pool.score([RewardRequest(("0",), "")])
 
-    first, second, seconds = asyncio.run(run())
+    first, second = asyncio.run(run())
     assert [outcome.score for outcome in first[:19]] == [0.5] * 19 and first[19].reason == "timeout"
+    assert max(outcome.metrics["running"] for outcome in first[:19]) >= 19
     line = linecache.getlines(odd_rewards.__file__).index("    await asyncio.sleep(float(response))\n") + 1
     assert first[19].detail.startswith(
         f"tests/usercode/odd_rewards.py:{line}: the call, which waited here, took longer"
     )
-    assert second[0][0].score == 0 and seconds < 5
+    assert second[0][0].score == 0
     assert {outcome.metrics["loop"] for outcome in first[:19]} == {second[0][0].metrics["loop"]}
 
 
@@ -228,8 +227,8 @@ def test_a_hanging_reward_process_ends_when_the_driver_is_killed(tmp_path):
     left = pool_processes(driver.pid)
     assert left
     driver.send_signal(signal.SIGKILL)
-    driver.communicate(timeout=10)
-    _, alive = psutil.wait_procs(left, timeout=10)
+    driver.communicate()
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not alive
 
 
@@ -244,7 +243,7 @@ async def kill_workers(pool: RewardPool) -> None:
 
 def test_idle_processes_that_are_killed_are_replaced():
     async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=2)) as pool:
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=60.0, world_size=2)) as pool:
             scores = []
             for _ in range(2):
                 await kill_workers(pool)
@@ -260,7 +259,7 @@ def test_every_process_that_is_replaced_is_reported_with_the_cause():
     causes: list[str] = []
 
     async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=2.0), causes.append) as pool:
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0), causes.append) as pool:
             await pool.score([RewardRequest(("hang",), "")])
             await pool.score([RewardRequest(("die",), "")])
             await pool.score([RewardRequest(("0.5",), "")])
@@ -268,14 +267,14 @@ def test_every_process_that_is_replaced_is_reported_with_the_cause():
             await pool.score([RewardRequest(("0.5",), "")])
 
     asyncio.run(run())
-    assert "a call of the function that begins here took longer than timeout_s = 2" in causes[0]
+    assert "a call of the function that begins here took longer than timeout_s = 5" in causes[0]
     assert all("died with exit code 7" in cause for cause in causes[1:3])
     assert causes[3:] == [DIED_IDLE]
 
 
 def test_calls_that_wait_while_all_processes_die_are_made_again():
     async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=60.0, world_size=1)) as pool:
             for worker in pool._pool.processes:
                 os.kill(worker.pid, signal.SIGKILL)
             outcomes = await pool.score([RewardRequest(("0.5",), "")] * 3)
@@ -286,7 +285,7 @@ def test_calls_that_wait_while_all_processes_die_are_made_again():
 
 def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
     async def run():
-        async with RewardPool(RewardConfig(function=ODD, timeout_s=5.0, world_size=1)) as pool:
+        async with RewardPool(RewardConfig(function=ODD, timeout_s=60.0, world_size=1)) as pool:
             await kill_workers(pool)
             monkeypatch.setattr(reward_process, "start", odd_rewards.die)
             await pool.score([RewardRequest(("0.5",), "")])
@@ -298,7 +297,7 @@ def test_processes_that_die_again_and_again_are_an_error(monkeypatch):
 def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_path):
     """Each process tries it with a chunk and then alone, once for all groups and for later calls of the pool."""
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=2)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=2.0, world_size=2)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -314,7 +313,7 @@ def test_a_response_that_hangs_is_tried_once_more_however_often_it_occurs(tmp_pa
 
 def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time(tmp_path):
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=2.0, world_size=1)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -329,7 +328,7 @@ def test_a_response_that_hangs_is_tried_once_more_in_calls_made_at_the_same_time
 
 def test_the_rest_of_a_group_with_a_failed_response_is_not_scored(tmp_path):
     notes = tmp_path / "notes"
-    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=0.4, world_size=1)
+    config = RewardConfig(function="tests.usercode.odd_rewards:note_and_hang", timeout_s=2.0, world_size=1)
 
     async def run():
         async with RewardPool(config) as pool:
@@ -390,7 +389,7 @@ def test_a_call_whose_process_is_killed_is_made_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("function", "timeout_s"),
-    [("be_stopped_once", 60.0), ("be_stopped_once", 1.0), ("be_stopped_for_a_moment_once", 1.0)],
+    [("be_stopped_once", 60.0), ("be_stopped_once", 3.0), ("be_stopped_for_a_moment_once", 1.0)],
 )
 def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, timeout_s, tmp_path, monkeypatch):
     """Where the deadline is after the end of the grace, before it, and within the process."""
@@ -402,10 +401,8 @@ def test_a_call_whose_process_is_stopped_by_a_signal_is_made_again(function, tim
         async with RewardPool(config, causes.append) as pool:
             return await pool.score([RewardRequest(("1",), str(tmp_path / "called"))])
 
-    start = time.monotonic()
     [[outcome]] = asyncio.run(run())
     assert outcome.score == 1.0, outcome
-    assert time.monotonic() - start < 50
     assert all("stopped by a signal" in cause for cause in causes)
     assert len(causes) == (function == "be_stopped_once")
 
@@ -416,12 +413,12 @@ def test_idle_processes_that_are_stopped_by_a_signal_are_killed_and_delay_no_cal
     causes: list[str] = []
 
     async def run():
-        config = RewardConfig(function=ODD, timeout_s=5.0, world_size=processes)
+        config = RewardConfig(function=ODD, timeout_s=60.0, world_size=processes)
         async with RewardPool(config, causes.append) as pool:
             await pool.score([RewardRequest(("0.5",), "")] * 8)
             for worker in pool._pool.processes:
                 os.kill(worker.pid, signal.SIGSTOP)
-            outcomes = await asyncio.wait_for(pool.score([RewardRequest(("0.25",), "")] * 3), 60)
+            outcomes = await pool.score([RewardRequest(("0.25",), "")] * 3)
             return [outcome.score for [outcome] in outcomes]
 
     assert asyncio.run(run()) == [0.25] * 3

@@ -80,17 +80,15 @@ class TurnNormOptions:
 class TurnReturnOptions(TurnNormOptions):
     """The keys of estimators with a discounted return of turns."""
 
-    step_reward_gamma: float = option(
-        0.95, "gigpo, step_reinforce: discount from one turn to the one before.", ge=0, le=1
-    )
+    step_reward_gamma: float = option(0.95, "Discount from one turn to the one before.", ge=0, le=1)
 
 
 @dataclass
 class GiGPOOptions(TurnReturnOptions):
     """The keys of GiGPO."""
 
-    episode_reward_weight: float = option(1.0, "gigpo: weight of the normalised score of the episode.", ge=0)
-    step_reward_weight: float = option(1.0, "gigpo: weight of the normalised return of the turn.", ge=0)
+    episode_reward_weight: float = option(1.0, "Weight of the normalised score of the episode.", ge=0)
+    step_reward_weight: float = option(1.0, "Weight of the normalised return of the turn.", ge=0)
 
 
 @dataclass

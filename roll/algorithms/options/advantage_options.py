@@ -124,7 +124,7 @@ class KLRewardOptions:
 class AdvantageOptions(EstimatorOptions, KLRewardOptions, DistillationOptions, ShapingOptions):
     """The keys of the advantages."""
 
-    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms.md for the known ones.")
+    adv_estimator: str = option("grpo", "Advantage estimator; see docs/algorithms/advantages.md for the known ones.")
     norm_mean_type: NormType | None = option(
         None,
         "Subtract the mean of this set from scores: the batch, the group of the sample, those of its tag in the batch, "

@@ -21,7 +21,9 @@ class DPOOptions:
         usual=(0.0001, 100.0),
     )
     dpo_loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] = option(
-        "sigmoid", "Loss of a pair of responses; see docs/algorithms.md. kto_pair needs one more forward pass per step."
+        "sigmoid",
+        "Loss of a pair of responses; see docs/algorithms/preferences.md. kto_pair needs one more forward pass per "
+        "step.",
     )
     label_smoothing: float = option(
         0.0,

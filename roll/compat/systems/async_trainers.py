@@ -68,7 +68,9 @@ def read_buffer_size(recipe: Recipe, notes: Sequence[Problem]) -> None:
         recipe.error(KIND, f"async needs the batches that generation may run ahead: set {BLOCK}.buffer_size, such as 1")
     elif kind == "async" and ratio == 0:
         recipe.note(KIND, f"async has no effect: {RATIO} is 0, so training is synchronous")
-    elif spelling is not None and _is_number(ratio) and _is_number(allowed) and ratio > allowed:
+    elif kind == "async":
+        recipe.note(KIND, f"async is read as {RATIO}: {ratio}")
+    if spelling is not None and _is_number(ratio) and _is_number(allowed) and ratio > allowed:
         recipe.put(RATIO, allowed)
         smaller = f"the smaller applies: {RATIO}: {allowed}"
         recipe.note(spelling, f"{allowed} is less than the {ratio} batches of buffer_size; {smaller}")
@@ -100,4 +102,5 @@ def read_importance_sampling(recipe: Recipe) -> None:
         if given[1]:
             weights["lower"], weights["upper"] = bounds
         recipe.put("correction.weights", weights)
-        recipe.note(WEIGHT_SWITCH, f"true is read as correction.weights {shown(weights)}")
+        for key in (WEIGHT_SWITCH, WEIGHT_RANGE)[: 1 + given[1]]:
+            recipe.note(key, f"is read as correction.weights {shown(weights)}")

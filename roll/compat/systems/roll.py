@@ -120,7 +120,7 @@ global_scale_factor global_shift_value: correct_score and wrong_score are the sc
 difficulty_loss_weight if off: this pipeline scores no response
 length_loss_weight if off: this pipeline generates no response
 is_offload_states: there is no engine to share devices with
-[] silent
+[]
 env_manager_cls *_pattern *_format_penalty *agent_system_template *agent_template user_prompt_* reward_template: the
     entries of custom_envs have their own
 custom_env gem_*: entries of custom_envs are used; this is a library of them
@@ -148,7 +148,7 @@ max_env_step_concurrent: num_env_groups bounds the steps at a time
 user_prompt_format: agent_template is the message
 reward_template: the model sees the rewards that observations name
 history_length: every turn sees all earlier turns
-tool_wrapper: tools are named in env_config.tools (docs/environments.md)
+tool_wrapper: tools are named in env_config.tools (docs/environments/tools.md)
 []
 env_monitor: every wait has a deadline: env_step_timeout_s, trajectory_timeout_s
 partial_gpu_mode: with a ratio of 0 roles take turns on the devices that they share

@@ -299,6 +299,8 @@ def _read_folder(recipe: Recipe, path: str) -> None:
         recipe.put(f"{path}.file_name", files)
         shown_files = ", ".join(map(str, files))
         recipe.note(f"{path}.dataset_dir", f"is the folder of relative names in file_name: {shown_files}")
+    else:
+        recipe.note(f"{path}.dataset_dir", "has no effect: file_name has it, or has no relative names")
 
 
 def read_pairs(recipe: Recipe) -> None:
@@ -328,15 +330,10 @@ def read_pairs(recipe: Recipe) -> None:
 
 
 def _read_epochs(recipe: Recipe) -> None:
-    """Where a recipe has epochs the run has the default steps; only `sequence_length` bounds a prompt in ROLL."""
+    """Where a recipe has epochs the run has the default steps."""
     if recipe.has(f"{TRAINING}.num_train_epochs") and not recipe.has("max_steps"):
         steps = BaseConfig.max_steps
         recipe.note("max_steps", f"is not given, so the run has {steps} steps; write the steps of the epochs you want")
-    longest = recipe.get("sequence_length")
-    bounds = isinstance(longest, int) and 1 < longest <= BaseConfig.prompt_length
-    if bounds and recipe.put_new("prompt_length", longest - 1):
-        message = f"is not given: prompts have at most {longest - 1} tokens, as sequence_length says"
-        recipe.note("prompt_length", message)
 
 
 def _read_sampling(recipe: Recipe) -> None:

@@ -139,6 +139,8 @@ VERL_KEYS = {
     f"{ACTOR}.optim.clip_grad": "max_grad_norm",
     "data.prompt_key": "actor_train.data_args.prompt",
     "data.seed": "seed",
+    "data.shuffle": "actor_train.data_args.shuffle",
+    "data.reward_fn_key": "actor_train.data_args.tag",
     "algorithm.gamma": "gamma",
     "trainer.device": "platform",
     "trainer.max_actor_ckpt_to_keep": "max_ckpt_to_keep",
@@ -166,7 +168,7 @@ def _has_one_turn(agent: Any) -> bool:
 
 VERL_RULES = """
 []
-actor_rollout_ref.rollout.agent if one_turn: turns are those of a TextEnv (docs/environments.md)
+actor_rollout_ref.rollout.agent if one_turn: turns are those of a TextEnv (docs/environments/own.md)
 actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy critic.fsdp_config
     critic.model.fsdp_config *.*.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size
     *.*.megatron.*_offload critic.megatron.*_offload *.*.megatron.*mbridge *.*.megatron.*dist_checkpoint*
@@ -181,17 +183,24 @@ actor_rollout_ref.*.strategy actor_rollout_ref.*.fsdp_config critic.strategy cri
 *.rollout.prompt_length *.rollout.response_length *.reward_kwargs.max_resp_len data.truncation
     data.filter_overlong_prompts*: prompt_length and response_length are the lengths; longer prompts are left out, never
     cut
+data.val_batch_size: all prompts of validation are submitted at once
+data.train_max_samples data.val_max_samples if -1: all rows of a file are read
+data.image_key data.video_key: rows have text alone
 data.gen_batch_size: prompts are submitted one by one, and query_filter_config replaces dropped groups
 *.model.override_config *.model.external_lib: the model's config.json is used as it is; change it there
 *.actor.optim.total_training_steps critic.optim.total_training_steps critic.optim.clip_grad critic.grad_clip: max_steps
     and max_grad_norm are keys of the run
 reward.reward_manager reward_model.reward_manager reward_model.enable: rewards are functions
+*.actor.checkpoint critic.checkpoint trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep: a checkpoint has
+    all roles and all that resuming needs; save_hf_checkpoints adds a Hugging Face folder
+trainer.default_hdfs_dir if off: checkpoints are in output_dir
 trainer.val_before_train: validation runs before step 1 where eval_steps is above 0
 *.use_rollout_* *.*.use_rollout_*: old_log_probs_source says whether the log-probs of engines are used
 hybrid_engine *.hybrid_engine: equal device mappings share devices; one step off is async_generation_ratio: 1
 *.checkpoint_engine *.*.checkpoint_engine *.use_trainer_do_validate *.parallel_validate_and_rollout
     trainer.balance_batch trainer.ray_wait_* actor_rollout_ref.nccl_timeout trainer.log_val_generations
-    trainer.rollout_data_dir data.return_* data.dataloader_num_workers: it is always done in one way
+    trainer.rollout_data_dir trainer.validation_data_dir trainer.use_legacy_worker_impl data.return_*
+    data.dataloader_num_workers: it is always done in one way
 calculate_log_probs *.calculate_log_probs *.*.calculate_log_probs if on: engines always return log-probs; whether they
     are used: old_log_probs_source
 calculate_sum_pi_squared *.calculate_sum_pi_squared *.*.calculate_sum_pi_squared if on: sums of squared probabilities

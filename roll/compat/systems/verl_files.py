@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import PurePath
 from typing import Any
 
 from roll.compat.recipe import NO_COUNT, Recipe, is_count, shown
 from roll.compat.systems.fsdp import read_ulysses
 from roll.compat.systems.verl import ACTOR, ROLLOUT
 from roll.configs.devices.parallel_layout import parse_device_mapping, spans
+from roll.configs.user_code import names_code
 
 POOLS = {"trainer": "actor_train", "rollout": "actor_infer"}
 """Section with `nnodes` and `n_gpus_per_node` -> the role that owns these devices."""
@@ -21,6 +23,11 @@ DEVICES_PER_NODE = 8
 
 INTERVALS = ("save_steps", "eval_steps", "actor_train.training_args.warmup_steps", "critic.training_args.warmup_steps")
 """Keys whose negative values mean never, or none, in verl."""
+
+OF_ACTOR = ("ulysses_sequence_parallel_size", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu")
+"""Keys of verl's actor, and of its critic, in the order in which they are read."""
+
+REWARD_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 
 OVERLONG_BUFFERS = (
     "reward_model.overlong_buffer",
@@ -98,15 +105,16 @@ def read_verl_file(recipe: Recipe) -> None:
     """Converts the keys of verl that need other keys of the file: its switches, and its numbers of prompts."""
     _read_switches(recipe)
     _read_overlong_buffer(recipe)
-    actor = _given(recipe, "ppo_mini_batch_size", f"{ACTOR}.", "actor.", "")
+    _read_reward_function(recipe)
+    ulysses, actor, limit = (_given(recipe, name, f"{ACTOR}.", "actor.", "") for name in OF_ACTOR)
+    for role, path in (("actor_train", ulysses), ("critic", f"critic.{OF_ACTOR[0]}")):
+        read_ulysses(recipe, role, path)  # first: the data-parallel ranks of a mini-batch depend on it
     _read_updates(recipe, actor)
-    for role, path in (("actor_train", actor), ("critic", "critic.ppo_mini_batch_size")):
+    for role, path in (("actor_train", actor), ("critic", f"critic.{OF_ACTOR[1]}")):
         prompts = recipe.take_count(path)
         if prompts is not None:
             _read_mini_batch(recipe, role, path, prompts)
-    limit = _given(recipe, "ppo_max_token_len_per_gpu", f"{ACTOR}.", "actor.", "")
-    for role, path in (("actor_train", limit), ("critic", "critic.ppo_max_token_len_per_gpu")):
-        read_ulysses(recipe, role, path.replace("ppo_max_token_len_per_gpu", "ulysses_sequence_parallel_size"))
+    for role, path in (("actor_train", limit), ("critic", f"critic.{OF_ACTOR[2]}")):
         _read_token_limit(recipe, role, path)
     if recipe.has("max_steps"):
         for path in ("trainer.total_epochs", "rollout.total_epochs"):
@@ -156,6 +164,23 @@ def _read_overlong_buffer(recipe: Recipe) -> None:
         if isinstance(buffer, dict) and buffer.get("enable", True) and buffer.get("len"):
             _put(recipe, f"{path}.len", "overlong_buffer_len", buffer["len"])
             _put(recipe, f"{path}.penalty_factor", "overlong_penalty_factor", buffer.get("penalty_factor", 1.0))
+
+
+def _read_reward_function(recipe: Recipe) -> None:
+    """A function in a file, which verl calls for every sample, as the reward of all tags."""
+    for section in REWARD_FUNCTIONS:
+        path, name = recipe.take(f"{section}.path"), recipe.take(f"{section}.name") or "compute_score"
+        if path is None:
+            continue
+        file = PurePath(str(path))
+        code = f"{'.'.join(file.with_suffix('').parts)}:{name}"
+        if file.suffix != ".py" or not names_code(code):
+            expected = "a Python file below the current folder or that of the recipe, such as rewards/mine.py; copy it"
+            recipe.refuse(f"{section}.path", path, expected)
+        elif recipe.has("rewards"):
+            recipe.two_spellings(f"{section}.path", "rewards")
+        else:
+            _put(recipe, f"{section}.path", "rewards.custom.function", code)
 
 
 def _read_updates(recipe: Recipe, mini_batch: str) -> None:

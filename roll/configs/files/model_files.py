@@ -32,6 +32,8 @@ from roll.models.families.shape import ModelShape, RotaryConfig, read_model_shap
 TOP_K_BYTES = 8
 """Memory of one of the teacher's `opd_top_k` tokens of a batch: its id and its log-prob."""
 
+MOST_SCALED = 4
+"""Largest factor of linear rope scaling that is proposed."""
 
 LARGE_TOP_K_BYTES, MAX_TOP_K_BYTES = 4 * 2**30, 64 * 2**30
 """Memory for these tokens that is warned of, and that is refused: the driver holds them and sends them to the ranks."""
@@ -198,10 +200,14 @@ def _model_absence(name: str) -> str:
 def _check_positions(config: BaseConfig, path: str, shape: ModelShape) -> Iterator[Finding]:
     if shape.max_positions and (config.sequence_length or 0) > shape.max_positions:
         sum_of = f", for prompt_length {config.prompt_length} and response_length {config.response_length} together"
+        factor = -(-(config.sequence_length or 0) // shape.max_positions)
+        scaled = f'rope_scaling {{"rope_type": "linear", "factor": {factor}.0}} and max_position_embeddings'
+        hint = f"; or write {scaled} {factor * shape.max_positions} into its config.json (yarn is not available)"
         yield error(
             "sequence_length",
             f"{config.sequence_length} is above max_position_embeddings {shape.max_positions} of {path}; "
-            f"use at most that{'' if 'sequence_length' in config.source.given else sum_of}",
+            f"use at most that{'' if 'sequence_length' in config.source.given else sum_of}"
+            f"{hint if shape.rotary.kind == 'default' and factor <= MOST_SCALED else ''}",
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from roll.base.errors import Finding, error, warning
-from roll.base.schema import needs, option
+from roll.base.schema import Condition, needs, one_or_many, option
 from roll.hub.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, cached_folder, hub_name, local_model
 from roll.models.families.hf_config import UnsupportedModel
 from roll.models.families.layouts import InputSplit
@@ -19,6 +20,7 @@ from roll.models.families.shape import ModelShape, read_model_shape
 from roll.models.families.weights import ALL_LINEAR, is_linear, target_name, target_rules
 
 if TYPE_CHECKING:
+    from roll.configs.arguments import TrainingArguments
     from roll.configs.pipeline import BaseConfig, RLConfig
 
 LOWEST_USUAL_RATE = 5e-6
@@ -37,6 +39,9 @@ PLAIN = {
     "layers_to_transform": None,
 }
 """Keys of adapter_config.json that change what is computed, and the one value of each that is read."""
+
+POLICY_NAME = re.compile(r"[\w-]+", re.ASCII)
+"""Names of policies."""
 
 TARGET_GIVEN = needs("lora_target", "lora_target is empty; write all-linear or names of linear layers", is_error=True)
 
@@ -98,10 +103,79 @@ class LoraUpdateArguments:
     lora_update: Literal["auto", "adapter", "merged"] = option(
         "auto",
         "`adapter`: engines get the adapters, go on generating, and each request keeps its adapter; `merged`: they get "
-        "the weights of the layers in lora_target with the adapters added. `auto`: adapter on cuda, where engines keep "
-        "the weights that they have loaded; otherwise merged.",
+        "the weights of the layers in lora_target with the adapters added, rounded to their dtype. `auto`: adapter for "
+        "several policies, and on cuda or in bf16 where engines keep the weights that they have loaded; otherwise "
+        "merged.",
         only_for=needs("model_args", "lora_target is empty", accepts=lambda model: model.trains_adapters),
     )
+
+
+@dataclass
+class PolicyArguments:
+    """One of several policies that share the weights below their adapters; what is not given is as in actor_train."""
+
+    tags: list[str] = option(
+        factory=list, parse=one_or_many, help="Tags of the prompts that this policy answers and learns from."
+    )
+    lora_rank: int | None = option(None, "Rank of its adapters.", ge=1, usual=(1, 1024))
+    lora_alpha: float | None = option(
+        None, "What its adapters add is multiplied by lora_alpha / lora_rank.", gt=0, usual=(0.5, 4096)
+    )
+    learning_rate: float | None = option(None, "Peak of its learning rate.", gt=0, usual=(1e-10, 0.1))
+
+
+@dataclass
+class PoliciesOptions:
+    """Policies that share a model, engines and devices."""
+
+    policies: dict[str, PolicyArguments] = option(
+        factory=dict,
+        help="Policies by name, each with adapters (lora_target) of its own on the weights that all share. The tag of "
+        "a prompt says whose it is. Empty: one policy learns from all prompts.",
+        only_for=(
+            Condition(
+                lambda config, _: config.pipeline == "rlvr", "prompts have tags in rlvr alone", ("pipeline",), True
+            ),
+            Condition(
+                lambda config, _: config.actor_train.model_args.trains_adapters,
+                "policies share weights only where adapters are trained; set lora_target",
+                ("actor_train.model_args.lora_target",),
+                is_error=True,
+            ),
+        ),
+    )
+
+
+LoraT = TypeVar("LoraT", bound=LoraArguments)
+
+
+def by_policy(model: LoraT, policies: Mapping[str, PolicyArguments]) -> dict[str, LoraT]:
+    """What is trained of each policy; without several that of the only one, which has no name."""
+    if not policies:
+        return {"": model}
+    return {
+        name: replace(model, lora_rank=own.lora_rank or model.lora_rank, lora_alpha=own.lora_alpha or model.lora_alpha)
+        for name, own in policies.items()
+    }
+
+
+def training_of(arguments: TrainingArguments, policy: PolicyArguments | None) -> TrainingArguments:
+    """The optimizer and schedule of a policy."""
+    rate = None if policy is None else policy.learning_rate
+    return arguments if rate is None else replace(arguments, learning_rate=rate)
+
+
+def policy_of(policies: Mapping[str, PolicyArguments], tag: str) -> str | None:
+    """The name of the policy of a tag; None if it belongs to none."""
+    if not policies:
+        return ""
+    return next((name for name, policy in policies.items() if tag in policy.tags), None)
+
+
+def no_policy(policies: Mapping[str, PolicyArguments], tag: str) -> str:
+    """What to do about a tag that belongs to none."""
+    known = {name: policy.tags for name, policy in policies.items()}
+    return f"no policy has the tag {tag!r}; add it to the tags of one: {known}"
 
 
 def base_is_reference(config: Any) -> bool:
@@ -125,18 +199,24 @@ def without_base(config: RLConfig, platform: str) -> str:
     return "actor_infer discards its weights in turns with actor_train" if config.takes_turns(platform) else ""
 
 
+def merging_rounds(config: RLConfig) -> bool:
+    """Whether weights with adapters added lose what adapters add: a change below 1/512 of a bf16 weight is none."""
+    return {config.actor_train.model_args.dtype, config.actor_infer.model_args.dtype} != {"fp32"}
+
+
 def linear_names(shape: ModelShape) -> list[str]:
     """Values of `lora_target` for a model."""
     return [target_name(name) for rule in shape.family.layer if is_linear(rule) for name in rule.hf]
 
 
-def adapter_arguments(model: LoraArguments, shape: ModelShape, ahead: int) -> dict[str, Any]:
-    """SGLang's options for adapters of `ahead` + 1 versions, and of requests without one, in one batch."""
+def adapter_arguments(models: Collection[LoraArguments], shape: ModelShape, ahead: int) -> dict[str, Any]:
+    """SGLang's options for a batch with adapters of `ahead` + 1 versions of each policy, and requests without one."""
+    targets = next(iter(models)).lora_target
     return {
         "enable_lora": True,
-        "max_lora_rank": model.lora_rank,
-        "lora_target_modules": linear_names(shape) if model.lora_target == [ALL_LINEAR] else model.lora_target,
-        "max_loras_per_batch": 2 + ahead,
+        "max_lora_rank": max(model.lora_rank for model in models),
+        "lora_target_modules": linear_names(shape) if targets == [ALL_LINEAR] else targets,
+        "max_loras_per_batch": 1 + len(models) * (1 + ahead),
     }
 
 
@@ -229,12 +309,45 @@ def check_lora(config: BaseConfig) -> Iterator[Finding]:
         where = "actor_train.model_args.freeze_module_prefix"
         yield warning(where, "has no effect: with lora_target all weights of the model are frozen")
     yield from _check_reference(config)
+    yield from _check_policies(config)
     rate = config.actor_train.training_args.learning_rate
     if rate < LOWEST_USUAL_RATE:
         yield warning(
             "actor_train.training_args.learning_rate",
             f"{rate:g} is low: adapters usually need about ten times the learning rate of full training",
         )
+
+
+def _check_policies(config: Any) -> Iterator[Finding]:
+    """Names and tags of several policies, and what they do without."""
+    policies: Mapping[str, PolicyArguments] = config.policies
+    owners: dict[str, str] = {}
+    lowest = config.actor_train.training_args.min_learning_rate
+    for name, policy in policies.items():
+        if policy.learning_rate is not None and policy.learning_rate < lowest:
+            message = f"{policy.learning_rate:g} is below min_learning_rate {lowest:g}; use at least that"
+            yield error(f"policies.{name}.learning_rate", message)
+        if not POLICY_NAME.fullmatch(name):
+            yield error(f"policies.{name}", "names a folder and metrics; use letters, digits, - and _")
+        if not policy.tags:
+            yield error(f"policies.{name}.tags", "is empty; write the tags of its prompts")
+        for tag in policy.tags:
+            if owners.setdefault(tag, name) != name:
+                yield error(f"policies.{name}.tags", f"{tag} is a tag of {owners[tag]} too; leave it out of one")
+    if not policies or config.pipeline != "rlvr":
+        return
+    if config.actor_train.lora_update == "merged":
+        message = "merged gives an engine the weights of one policy, and policies shares engines; use adapter"
+        yield error("actor_train.lora_update", message)
+    if config.actor_train.model_args.adapter_name_or_path is not None:
+        path = "actor_train.model_args.adapter_name_or_path"
+        yield error(path, "policies start from new adapters; leave it out")
+    if config.uses_critic:
+        yield error("adv_estimator", f"{config.adv_estimator} has a critic, and policies have none; use another one")
+    if (steps := config.optimizer_steps_per_batch // config.ppo_epochs) > 1:
+        path = "actor_train.training_args.gradient_accumulation_steps"
+        now = config.actor_train.training_args.gradient_accumulation_steps
+        yield error(path, f"{now} gives {steps} optimizer steps a batch, policies have one each; use {now * steps}")
 
 
 def _check_reference(config: Any) -> Iterator[Finding]:
@@ -249,9 +362,17 @@ def check_adapter_updates(config: RLConfig) -> Iterator[Finding]:
     """Engines that get adapters have the weights below them; no policy says what requests do, since they go on."""
     platform = "cpu" if config.platform == "cpu" else "cuda"
     if config.adapters(platform) is None:
+        if config.actor_train.model_args.trains_adapters and merging_rounds(config):
+            message = (
+                "merged rounds small changes away, so engines sample from another policy; use adapter, or dtype fp32"
+            )
+            yield warning("actor_train.lora_update", message)
         return
     if why := without_base(config, platform):
-        yield error("actor_train.lora_update", f"adapter needs engines that load the model, and {why}; use merged")
+        fix = "use merged"
+        if config.policies:  # which merged cannot serve
+            fix = "use load_format auto, the model of actor_train, and is_offload_states=false or other devices"
+        yield error("actor_train.lora_update", f"adapter needs engines that load the model, and {why}; {fix}")
     certain = config.platform != "auto" or config.actor_train.lora_update == "adapter"
     if certain and "in_flight_policy" in config.source.given:
         message = f"{config.in_flight_policy} has no effect: with lora_update adapter a response keeps its adapter"

@@ -1,4 +1,4 @@
-"""How far two right computations of the same log-probs may be apart; docs/algorithms.md has the measurements."""
+"""How far two right computations of the same log-probs may be apart; docs/algorithms/rounding.md measures it."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ BUILT_IN = {
 }
 """Rewards by the name that an entry of `rewards`, or its `function`, may have.
 
-A function of the user needs no entry here: `function: module:name` names it (docs/rewards.md). To add a built-in reward
-`mine`:
+A function of the user needs no entry here: `function: module:name` names it (docs/rewards/own.md). To add a built-in
+reward `mine`:
 
 1. its entry here, and the keys that only it reads in `RewardConfig` below, with `only_for=belongs_to("mine")`;
 2. its function in `roll/rewards`, in a module whose SELF_TEST has samples of it that are scored before every run;

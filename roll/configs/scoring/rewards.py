@@ -224,13 +224,20 @@ def rewards_of(rewards: Mapping[str, RewardConfig], tag: str) -> list[str]:
     return naming or [name for name, reward in rewards.items() if not reward.tag_included][:1]
 
 
-def truths_read(rewards: Mapping[str, RewardConfig], tag: str) -> dict[str, tuple[type, ...]]:
+def lacks_function(config: RLVRConfig, name: str) -> bool:
+    """Whether the reward is a class of ROLL for which no function is given, so that it can only be planned."""
+    return bool(config.rewards[name].worker_cls) and f"rewards.{name}.function" not in config.source.given
+
+
+def truths_read(
+    rewards: Mapping[str, RewardConfig], tag: str, left_out: Collection[str] = ()
+) -> dict[str, tuple[type, ...]]:
     """The built-in rewards that read the ground truth of prompts with a tag, and the types that it may have.
 
-    A function of the user is not among them: it gets what the data has.
+    A function of the user is not among them: it gets what the data has. Nor is a reward whose name is `left_out`.
     """
     found = {}
-    for reward in (rewards[name] for name in rewards_of(rewards, tag)):
+    for reward in (rewards[name] for name in rewards_of(rewards, tag) if name not in left_out):
         name = built_in_of(reward.function)
         asked = name != "llm_judge" or "{ground_truth" in reward.prompt_template
         asked = asked and (name != "regex" or reward.pattern is None or re.compile(reward.pattern).groups > 0)
@@ -317,8 +324,8 @@ def _check_catch_all(config: RLVRConfig) -> Iterator[Finding]:
         yield error(
             f"rewards.{name}",
             f"scores nothing: rewards.{first} already scores every tag that no reward names; give tag_included to both "
-            "to add their scores, or remove one of them; null removes that of a base file, such as "
-            f"rewards.{first}: null",
+            "to add their scores ([default] where rows have no tag), or remove one of them; null removes that of a "
+            f"base file, such as rewards.{first}: null",
         )
 
 
@@ -445,7 +452,7 @@ def _check_domains(config: RLVRConfig) -> Iterator[Finding]:
 def _check_reward(path: str, reward: RewardConfig, config: RLVRConfig) -> Iterator[Finding]:
     given = config.source.given
     worker = (reward.worker_cls or "").rpartition(".")[2]
-    if worker and f"{path}.function" not in given:
+    if lacks_function(config, path.removeprefix("rewards.")):
         yield missing(
             f"{path}.function",
             f"no rule here does what {worker} does; write function: module:name, a function of response, ground truth "

@@ -43,9 +43,10 @@ def tool_parser(name: str, template: str) -> ToolParser:
             return ParsedText(text)
         try:
             content, calls = parser.parse_non_stream(text)
-            return ParsedText(content, tuple((call.name, read_json(call.parameters or "{}")) for call in calls))
+            read = tuple((call.name, read_json(call.parameters or "{}")) for call in calls)
         except Exception:  # detectors raise errors of all kinds where a model writes half a call
-            return ParsedText(text)
+            return ParsedText(text, unread=1)
+        return ParsedText(content, read) if read else ParsedText(text, unread=1)
 
     return parse
 

@@ -26,7 +26,7 @@ from roll.distributed.infer.sglang_engine import (
 from roll.distributed.infer.sglang_generation import Generation
 from roll.distributed.infer.weight_receiver import StaleWeightsError, WeightReceiver
 from roll.distributed.processes import gc_freeze, pin
-from roll.distributed.weights.engine_adapters import EngineAdapters
+from roll.distributed.weights.engine_adapters import EngineAdapters, LoadedAdapter
 from roll.distributed.worker import SYNC, P, ResultT, StrategyMethod, Worker, WorkerRank, register
 from roll.rollout.engine_pool import EngineDownError
 from roll.rollout.types import GenerateRequest, GenerateResult, SamplingParams
@@ -204,8 +204,8 @@ class InferWorker(Worker):
         await self.resume()
         await self.flush_cache()
         if self.adapters is not None:
-            self.adapters.newest = None
-            await self.adapters.unload(lambda version: True)
+            self.adapters.newest = {}
+            await self.adapters.unload(lambda adapter: True)
         await self.receiver.leave_broadcast_groups()
 
     @register()
@@ -281,6 +281,7 @@ class InferWorker(Worker):
     begin_update = InferMethod(lambda worker: worker.receiver.begin_update, SYNC)
     receive_broadcast = InferMethod(lambda worker: worker.receiver.receive_broadcast, SYNC)
     receive_shared = InferMethod(lambda worker: worker.receiver.receive_shared, SYNC)
+    receive_delta = InferMethod(lambda worker: worker.receiver.receive_delta, SYNC)
     end_update = InferMethod(lambda worker: worker.receiver.end_update, SYNC)
     checksums = InferMethod(lambda worker: worker.receiver.checksums, SYNC)
     commit_update = InferMethod(lambda worker: worker.receiver.commit_update, SYNC)
@@ -288,7 +289,9 @@ class InferWorker(Worker):
 
     @register(deadline="sync_timeout_s")
     async def load_adapter(self, version: int, stages: list[StageAdapters]) -> int:
-        """Loads adapters, which requests that start later get, while others generate; how many versions are loaded.
+        """Loads the adapters of all policies, while requests run; how many the engine has then.
+
+        Requests that start later get them, those of all policies from the same moment on.
 
         Raises:
             EngineError: they arrived damaged, or SGLang does not load them or compute with them. The engine serves the
@@ -296,17 +299,23 @@ class InferWorker(Worker):
         """
         if self.adapters is None:
             raise EngineError(f"{self.rank.name}: was not started for adapters")
-        adapter = await self.adapters.load(version, stages)
-        request = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), seed=0)
-        answer = await self.generation.try_adapter(request, adapter)
-        if answer.error is not None or len(answer.response_ids) != 1:
-            await self.adapters.unload(lambda loaded: loaded == version)
-            why = answer.error or "no token"
-            raise EngineError(f"{self.rank.name}: generates nothing with adapter version {version}: {why}")
-        self.adapters.newest = adapter
+        policies, loaded = dict.fromkeys(stage.policy for stage in stages), {}
+        for policy in policies:
+            own = [stage for stage in stages if stage.policy == policy]
+            loaded[policy] = await self.adapters.load(policy, version, own)
+            await self._try_adapter(self.adapters, loaded[policy])
+        self.adapters.newest = loaded
         self.receiver.serve(version)
         await self.adapters.unload_old()
-        return len(self.adapters.versions)
+        return len(self.adapters.names)
+
+    async def _try_adapter(self, adapters: EngineAdapters, adapter: LoadedAdapter) -> None:
+        request = GenerateRequest("probe", [PROBE_TOKEN], SamplingParams(max_new_tokens=1), 0, policy=adapter.policy)
+        answer = await self.generation.try_adapter(request, adapter)
+        if answer.error is not None or len(answer.response_ids) != 1:
+            await adapters.unload(lambda loaded: loaded is adapter)
+            why = answer.error or "no token"
+            raise EngineError(f"{self.rank.name}: generates nothing with adapter {adapter.name}: {why}")
 
     @register()
     async def release_memory(self, tags: list[str]) -> None:

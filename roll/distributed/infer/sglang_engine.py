@@ -38,6 +38,7 @@ from roll.distributed.infer.sglang_processes import (
     start_fork_server,
 )
 from roll.distributed.processes import gc_paused, kill, log_file, wait_for_end
+from roll.distributed.weights.delta import LOADER
 from roll.distributed.worker import WorkerRank
 from roll.hub.names import local_model
 from roll.models.families.hf_config import read_positions
@@ -338,9 +339,11 @@ def make_engine(rank: WorkerRank, config: EngineRoleConfig, pipeline: EngineOpti
     seed = role_seed(pipeline.seed, rank.role, rank.rank)  # each request has its own seed as well
     arguments = engine_arguments(config, pipeline, required, seed)
     environment = {**LONGER_CONTEXT, **platform.engine_environment(dtype), **config.system_envs}
-    if isinstance(config, ActorInferConfig) and (model := pipeline.adapters(platform.name)) is not None:
+    if isinstance(config, ActorInferConfig) and (of_policies := pipeline.adapters(platform.name)):
         shape, ahead = known_model_shape(arguments["model_path"]), versions_ahead(pipeline.async_generation_ratio)
-        arguments = adapter_arguments(model, shape, ahead) | arguments
+        arguments = adapter_arguments(of_policies.values(), shape, ahead) | arguments
+    if pipeline.weight_update == "delta" and rank.role == "actor_infer":
+        arguments["custom_weight_loader"] = [LOADER]
     if pipeline.replays_routing and rank.role == "actor_infer":
         arguments["enable_return_routed_experts"] = True
     if isinstance(config, RewardEngineConfig):

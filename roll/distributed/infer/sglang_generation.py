@@ -90,7 +90,7 @@ class Generation:
         self._names = itertools.count()
         self._decode: Callable[[Sequence[int]], str] | None = None
         self.adapters: EngineAdapters | None = None
-        """Each request gets the newest of these when it starts, and keeps it; None: requests get none."""
+        """Each request gets the newest of its policy when it starts, and keeps it; None: requests get none."""
 
     async def generate(self, requests: list[GenerateRequest]) -> list[GenerateResult]:
         """One result per request, in order; a request that failed or expired is returned with `error` set.
@@ -247,7 +247,7 @@ class Generation:
             while not self._not_paused.is_set():
                 await self._not_paused.wait()
             if adapter is None and self.adapters is not None:
-                adapter = self.adapters.newest
+                adapter = self.adapters.newest.get(request.policy)
             start = self._seconds()
             rest = request if sampled is None else _rest(request, sampled)
             part, interrupted = await self._attempt(rest, name, left_s, adapter)
@@ -302,8 +302,9 @@ class Generation:
         if self.adapters is None:
             return self._sender.send(request, name, f"version {self._version()}")
         if adapter is None:
-            raise ValueError("no adapter is loaded, and the weights without one are not the policy")
-        return self._sender.send(request, name, f"version {adapter.version}", self.adapters.use(adapter, name))
+            of = f" of policy {request.policy}" if request.policy else ""
+            raise ValueError(f"no adapter{of} is loaded, and the weights without one are not the policy")
+        return self._sender.send(request, name, adapter.name, self.adapters.use(adapter, name))
 
     def _end(self, request: GenerateRequest, sampled: GenerateResult) -> int | None:
         """Tokens of a response up to the end of its first stop string."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from roll.distributed.infer.sglang_checksums import Place, engine_places
 from roll.distributed.infer.sglang_engine import Engine, EngineError
 from roll.distributed.process_groups import BroadcastGroup
+from roll.distributed.weights.delta import LOADER, DeltaError, RankDelta
 from roll.distributed.weights.plan import Bucket, WeightSpec
 from roll.distributed.worker import WorkerRank
 from roll.models.families.shape import known_model_shape
@@ -177,6 +179,28 @@ class WeightReceiver:
             serialized_named_tensors=[*handles[self.rank.rank]], flush_cache=False, abort_all_requests=False
         )
         await self._control("update_weights_from_tensor", message, "load shared tensors")
+
+    async def receive_delta(self, *stages: list[RankDelta]) -> None:
+        """Writes deltas into the parameters; each of `stages` has one for each rank of the engine.
+
+        Raises:
+            EngineError: a delta is incomplete, or has a position outside of its parameter; nothing of it is written.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        for ranks in stages:
+            try:
+                for delta in ranks:
+                    delta.check()
+            except DeltaError as error:
+                raise EngineError(f"{self._engine().name}: {error}") from None
+            message = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[pickle.dumps([delta.named_tensor()]) for delta in ranks],
+                load_format=LOADER,
+                flush_cache=False,
+                abort_all_requests=False,
+            )
+            await self._control("update_weights_from_tensor", message, "load a delta")
 
     async def end_update(self, version: int) -> None:
         """Closes the session and names the weights `version`: tokens sampled from now on carry it."""

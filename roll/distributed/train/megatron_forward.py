@@ -19,9 +19,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 
 from roll.algorithms.distillation import POLICY_TOP_LOG_PROBS, TEACHER_TOP_IDS
+from roll.distributed.train.experts.router_replay import RoutingReplay
 from roll.distributed.train.megatron_model import HiddenStateModel
 from roll.distributed.train.micro_batch import MicroBatch, make_micro_batch
-from roll.distributed.train.router_replay import RoutingReplay
 from roll.models.context_attention import ContextSplit
 from roll.models.families.shape import ModelShape
 from roll.models.fused_linear_logprobs import HeadSpec, fused_linear_logprobs, top_log_probs

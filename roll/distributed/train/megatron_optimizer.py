@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from roll.configs.arguments import TORCH_DTYPES, TrainingArguments
+from roll.configs.arguments import TORCH_DTYPES, TrainingArguments, TrainModelArguments
 from roll.configs.devices.megatron import MegatronTrainConfig
+from roll.distributed.train.learning_rate import LearningRate
 from roll.distributed.train.megatron_model import HiddenStateModel, transformer_engine_available
+
+if TYPE_CHECKING:
+    from roll.distributed.train.megatron_forward import ForwardPass
+    from roll.distributed.train.megatron_weights import MegatronWeights
+    from roll.models.lora import Adapters
+
+
+@dataclass
+class TrainedPolicy:
+    """A policy of one rank.
+
+    Attributes:
+        model: what is trained; of several policies each with its own adapters.
+        adapters: of each virtual stage; none where all weights are trained.
+        wrapped: the stages with gradient buffers of this policy.
+        optimizer: of this policy alone.
+        forward: passes through the stages that fill these buffers.
+        weights: of this stage under their HF names, with these adapters.
+        schedule: of the learning rate, by `optimizer_steps`.
+        no_sync: Megatron's functions that delay the reduction of the gradients.
+        optimizer_steps: taken so far.
+        has_gradients: whether `forward_backward` has added gradients that no optimizer step has used.
+    """
+
+    model: TrainModelArguments
+    adapters: Sequence[Adapters]
+    wrapped: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    forward: ForwardPass
+    weights: MegatronWeights
+    schedule: LearningRate
+    no_sync: Any
+    optimizer_steps: int = 0
+    has_gradients: bool = False
+
+    def place(self, stages: Sequence[HiddenStateModel]) -> None:
+        """Makes this the policy that the stages compute."""
+        for stage, adapters in zip(stages, self.adapters, strict=False):
+            adapters.place(stage)
+        stages[0].config.no_sync_func = self.no_sync
 
 
 class NonFiniteError(RuntimeError):
@@ -101,6 +144,44 @@ def build_optimizer(
         if on_cpu:
             group["fused"], group["foreach"] = True, False
     return optimizer
+
+
+@contextlib.contextmanager
+def unreduced(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Backward passes in the block add to the gradients of this rank alone; `reduce_gradients` sums over ranks.
+
+    A reduction in each pass would sum what earlier passes have summed once more.
+    """
+    config = wrapped[0].module.config
+    functions = config.finalize_model_grads_func, config.no_sync_func
+    config.finalize_model_grads_func, config.no_sync_func = (lambda *_, **__: None), None
+    try:
+        with contextlib.ExitStack() as blocks:
+            for each in wrapped:
+                blocks.enter_context(each.no_sync())
+            yield
+    finally:
+        config.finalize_model_grads_func, config.no_sync_func = functions
+
+
+def reduce_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """Sums gradients over data ranks, and those of parameters that several ranks have, as Megatron's schedule does."""
+    for each in wrapped:
+        if each.ddp_config.overlap_grad_reduce:  # else it starts where it is waited for
+            each.start_grad_sync()
+    _finalize_sums([*wrapped])
+
+
+@torch.no_grad()
+def forget_moments(optimizer: MegatronOptimizer) -> None:
+    """Sets Adam's moments and step counts to 0, as before the first step."""
+    for inner in (part.optimizer for part in parts(optimizer)):
+        for state in inner.state.values():
+            for name in {"exp_avg", "exp_avg_sq", "step"} & state.keys():
+                state[name].zero_()
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = 0
 
 
 def update(optimizer: MegatronOptimizer, learning_rate: float, max_grad_norm: float, step: int) -> float:

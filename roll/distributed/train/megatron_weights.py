@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from roll.configs.devices.parallel_layout import ParallelLayout
 from roll.configs.learning.lora import LoraArguments, peft_config
@@ -270,11 +270,11 @@ class MegatronWeights:
     def export_adapter(self, folder: Path, model: LoraArguments) -> None:
         """Writes a PEFT folder: the adapters of all stages, their configuration and the tokenizer; collective."""
         own = {name: tensor.cpu().contiguous() for name, tensor in self.adapter_tensors()}
-        parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, own if self._rank == self.source else {})
+        parts = [b""] * dist.get_world_size()  # pickled, each tensor would bring the whole buffer that it is in
+        dist.all_gather_object(parts, save(own if self._rank == self.source else {}))
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            tensors = {name: tensor for part in parts for name, tensor in part.items()}
+            tensors = {name: tensor for part in parts for name, tensor in load(part).items()}
             save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             config = peft_config(model, {name.split(".")[-3] for name in tensors}, str(self.folder))
             (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

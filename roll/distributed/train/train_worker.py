@@ -6,19 +6,17 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from roll.configs.learning.lora import LoraArguments
 from roll.configs.roles import MegatronRoleConfig
 from roll.distributed.processes import gc_freeze, gc_paused
 from roll.distributed.train.weight_sender import SendError, WeightSender
+from roll.distributed.weights.delta_sender import DeltaSender
 from roll.distributed.worker import SYNC, P, ResultT, StrategyMethod, Worker, WorkerRank, register
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
     from roll.configs.run_options import TrainerOptions
-    from roll.distributed.train.megatron_strategy import (
-        MegatronInferStrategy,
-        MegatronTrainStrategy,
-    )
+    from roll.distributed.train.megatron_infer import MegatronInferStrategy
+    from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
 
 class TrainMethod(StrategyMethod["TrainWorker", P, ResultT]):
@@ -39,6 +37,7 @@ class TrainWorker(Worker):
         self._infer_strategy: MegatronInferStrategy | None = None
         self._train_strategy: MegatronTrainStrategy | None = None
         self._sender: WeightSender | None = None
+        self.deltas = DeltaSender(lambda: self.sender)
 
     @property
     def infer_strategy(self) -> MegatronInferStrategy:
@@ -81,7 +80,8 @@ class TrainWorker(Worker):
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         platform.prepare_megatron()
         with gc_paused():  # on a CPU Megatron must be patched before its first import
-            from roll.distributed.train.megatron_strategy import MegatronInferStrategy, MegatronTrainStrategy
+            from roll.distributed.train.megatron_infer import MegatronInferStrategy
+            from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
         layout, rank = self.config.layout, self.rank
         if self.config.strategy_args.strategy_name == "megatron_train":
@@ -106,9 +106,12 @@ class TrainWorker(Worker):
     memory = TrainMethod(lambda worker: worker.infer_strategy.memory)
     train_step = TrainMethod(lambda worker: worker.train_strategy.train_step)
     train_step_with_log_probs = TrainMethod(lambda worker: worker.train_strategy.train_step_with_log_probs)
+    forward_backward = TrainMethod(lambda worker: worker.train_strategy.forward_backward)
+    optimizer_step = TrainMethod(lambda worker: worker.train_strategy.optimizer_step)
     begin_checkpoint = TrainMethod(lambda worker: worker.train_strategy.begin_checkpoint)
     checkpoint_written = TrainMethod(lambda worker: worker.train_strategy.saving.seconds_waited)
     load_checkpoint = TrainMethod(lambda worker: worker.train_strategy.load_checkpoint)
+    reset_optimizer = TrainMethod(lambda worker: worker.train_strategy.reset_optimizer)
     pack_adapters = TrainMethod(lambda worker: worker.sender.pack_adapters, SYNC)
     describe_weights = TrainMethod(lambda worker: worker.sender.describe_weights, SYNC)
     hold_broadcast_port = TrainMethod(lambda worker: worker.sender.hold_broadcast_port, SYNC)
@@ -120,22 +123,26 @@ class TrainWorker(Worker):
     fill_bucket = TrainMethod(lambda worker: worker.sender.fill_bucket, SYNC)
     checksum_bucket = TrainMethod(lambda worker: worker.sender.checksum_bucket, SYNC)
     release_buckets = TrainMethod(lambda worker: worker.sender.release_buckets, SYNC)
+    keep_weights = TrainMethod(lambda worker: worker.deltas.keep_weights, SYNC)
+    pack_delta = TrainMethod(lambda worker: worker.deltas.pack_delta, SYNC)
+    release_delta = TrainMethod(lambda worker: worker.deltas.release_delta, SYNC)
 
     @register()
     def export_hf(self, folder: Path) -> None:
-        """Writes a HF folder, or a PEFT folder of adapters; every rank its part."""
+        """Writes a HF folder, or a PEFT folder of adapters, of several policies one each in it; every rank its part."""
         self.train_strategy.states.require("parameters")
-        model = self.train_strategy.worker_config.model_args
-        if isinstance(model, LoraArguments) and model.trains_adapters:
-            self.train_strategy.weights.export_adapter(folder, model)
-        else:
-            self.train_strategy.weights.export_hf(folder)
+        for name, policy in self.train_strategy.policies.items():
+            if policy.adapters:
+                policy.weights.export_adapter(folder / name, policy.model)
+            else:
+                policy.weights.export_hf(folder)
 
     @register()
     def export_merged(self, folder: Path) -> None:
-        """Writes a HF folder with the adapters added to the weights; every rank its part."""
+        """Writes a HF folder with the adapters added to the weights, for each policy; every rank its part."""
         self.train_strategy.states.require("parameters")
-        self.train_strategy.weights.export_hf(folder)
+        for name, policy in self.train_strategy.policies.items():
+            policy.weights.export_hf(folder / name)
 
     @register()
     def peak_tflops(self) -> float | None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from roll.configs.learning.lora import LoraArguments, peft_config
+from roll.configs.learning.lora import peft_config
 from roll.distributed.infer.sglang_checksums import EngineChecksums, engine_places
 from roll.distributed.process_groups import BroadcastGroup, hold_port, join_as_source, leave_group, release_port
 from roll.distributed.weights.plan import Bucket, WeightSpec
@@ -26,6 +26,7 @@ from roll.models.families.shape import known_model_shape
 from roll.platforms import get_platform
 
 if TYPE_CHECKING:
+    from roll.distributed.train.megatron_optimizer import TrainedPolicy
     from roll.distributed.train.megatron_strategy import MegatronTrainStrategy
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ class StageAdapters:
         own: names of what it has.
         names: of the whole model's adapters.
         config: the adapter_config.json of the whole model's adapters.
+        policy: that they are of; empty for the only one.
     """
 
     stage: int
@@ -83,6 +85,7 @@ class StageAdapters:
     own: frozenset[str]
     names: frozenset[str]
     config: dict[str, Any]
+    policy: str = ""
 
 
 class StageWeights(Generic[T]):
@@ -156,6 +159,10 @@ class WeightSender:
     def is_source(self) -> bool:
         return self.rank.rank == self.weights.source
 
+    def require_parameters(self) -> None:
+        """Raises a RuntimeError where the weights are in host memory."""
+        self._states.require("parameters")
+
     def describe_weights(self) -> StageSource | None:
         """What this rank's stage sends, on its source rank; None elsewhere."""
         if not self.is_source:
@@ -168,26 +175,30 @@ class WeightSender:
             held = frozenset(parameters.values()) - changed
         return StageSource(self.stage, specs, self.rank.address, self.weights.names_of_model(), frozen, held)
 
-    def pack_adapters(self) -> StageAdapters | None:
-        """The adapters of this stage, on its source rank; None elsewhere.
+    def pack_adapters(self) -> list[StageAdapters]:
+        """The adapters of this stage, of every policy, on its source rank; none elsewhere.
 
         Raises:
             SendError: none are trained.
         """
-        model = self._strategy.worker_config.model_args
-        if not isinstance(model, LoraArguments) or not model.trains_adapters:
+        if not self._strategy.adapters:
             raise SendError(f"{self.rank.name} trains no adapters")
         if not self.takes_part:
-            return None
+            return []
         self._states.require("parameters")
-        gathered = self.weights.adapter_tensors([self.weights.source])
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in gathered}
+        packed = [self._pack(name, policy) for name, policy in self._strategy.policies.items()]
+        return [each for each in packed if each is not None]
+
+    def _pack(self, name: str, policy: TrainedPolicy) -> StageAdapters | None:
+        weights, targets = policy.weights, policy.model.lora_target
+        gathered = weights.adapter_tensors([weights.source])
+        tensors = {tensor_name: tensor.cpu().contiguous() for tensor_name, tensor in gathered}
         if not self.is_source:
             return None
-        tensors |= self.weights.absent_adapters()
-        data, names = save(tensors), self.weights.names_of_adapters(model.lora_target)
-        config = peft_config(model, {name.split(".")[-3] for name in names}, str(self.weights.folder))
-        return StageAdapters(self.stage, data, sha256(data).hexdigest(), frozenset(tensors), names, config)
+        tensors |= weights.absent_adapters()
+        data, names = save(tensors), weights.names_of_adapters(targets)
+        config = peft_config(policy.model, {each.split(".")[-3] for each in names}, str(weights.folder))
+        return StageAdapters(self.stage, data, sha256(data).hexdigest(), frozenset(tensors), names, config, name)
 
     def _unsent(self, buckets: Sequence[Bucket]) -> frozenset[str]:
         """Names of frozen weights that the plan leaves out, since the engines have them."""

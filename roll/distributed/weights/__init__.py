@@ -19,6 +19,8 @@ One weight update, in order:
 7. `roll/distributed/infer/sglang_checksums.py`: the checksums that the sender expects an engine to report; the
    synchronizer compares both before it commits.
 
+With `weight_update: delta` step 2 is done by `delta_updates.py`: `delta_sender.py` compares the weights with those of
+the last update, and `delta.py` writes what has changed into the engine's parameters, in the engine's process.
 `adapters.py` sends adapters of low rank instead: step 2 has no session then, and `engine_adapters.py` loads them.
 `report.py` has what an update returns to the training loop.
 """

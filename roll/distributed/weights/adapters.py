@@ -40,7 +40,7 @@ class AdapterSynchronizer(WeightSynchronizer):
         with deadline_scope(deadline):
             if self._packed is None or self._packed[0] != version:
                 stages = await step("gather", self._train.call(ALL, TrainWorker.pack_adapters))
-                self._packed = version, checked_adapters([stage for stage in stages if stage is not None])
+                self._packed = version, checked_adapters([stage for of_rank in stages for stage in of_rank])
             sent = self._packed[1]
             loaded = await step("load", self.send(engines, version, sent))
         metrics = {"lora/adapters_loaded": float(max(loaded))}
@@ -52,11 +52,16 @@ class AdapterSynchronizer(WeightSynchronizer):
 
 
 def checked_adapters(stages: list[StageAdapters]) -> list[StageAdapters]:
-    """The stages in their order.
+    """The stages in their order, of one policy after the other.
 
     Raises:
-        PlanError: together they do not have every adapter of the model once.
+        PlanError: together they do not have every adapter of the model once, of each policy.
     """
+    policies = dict.fromkeys(stage.policy for stage in stages)
+    return [stage for policy in policies or [""] for stage in _whole([s for s in stages if s.policy == policy])]
+
+
+def _whole(stages: list[StageAdapters]) -> list[StageAdapters]:
     found = sorted(name for stage in stages for name in stage.own)
     if found != sorted(stages[0].names if stages else ["an adapter"]):
         wrong = sorted(stages[0].names.symmetric_difference(found)) or found if stages else ["all"]

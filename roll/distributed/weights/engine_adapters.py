@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from roll.distributed.train.weight_sender import StageAdapters
 
 
+ONLY = "policy"
+"""In SGLang's names of the adapters of a run with one policy."""
+
+
 @dataclass
 class LoadedAdapter:
     """An adapter in the engine.
 
     Attributes:
+        policy: that it is of; empty for the only one.
         version: of the weights that it is.
         name: SGLang's name of it, in loads and unloads.
         lora_id: SGLang's id of it, in requests.
@@ -36,6 +41,7 @@ class LoadedAdapter:
         requests: names of requests that were sent with it and may not have ended.
     """
 
+    policy: str
     version: int
     name: str
     lora_id: str
@@ -47,21 +53,21 @@ class EngineAdapters:
     """Loads adapters of rising versions into an engine, from its start to its end.
 
     Attributes:
-        newest: the one that new requests get; None before the first.
+        newest: of each policy, the one that its new requests get.
     """
 
     def __init__(self, engine: Engine, ratio: float, timeout_s: float) -> None:
         """Versions up to ceil(`ratio`) below the newest stay loaded; SGLang answers within `timeout_s`."""
         self._engine, self._kept, self._timeout_s = engine, versions_ahead(ratio), timeout_s
-        self._loaded: dict[int, LoadedAdapter] = {}
+        self._loaded: dict[tuple[str, int], LoadedAdapter] = {}
         self._one_change = asyncio.Lock()
         self._numbers = itertools.count()
         """For names: SGLang refuses a second adapter of a name, also of one that it has loaded too late."""
-        self.newest: LoadedAdapter | None = None
+        self.newest: dict[str, LoadedAdapter] = {}
 
     @property
-    def versions(self) -> list[int]:
-        return sorted(self._loaded)
+    def names(self) -> list[str]:
+        return [adapter.name for _, adapter in sorted(self._loaded.items())]
 
     def use(self, adapter: LoadedAdapter, request: str) -> str:
         """SGLang's id of the adapter, for a request that is sent now.
@@ -69,27 +75,29 @@ class EngineAdapters:
         Raises:
             ValueError: it is not loaded any more.
         """
-        if self._loaded.get(adapter.version) is not adapter:
-            raise ValueError(f"the adapter of version {adapter.version} is not loaded; loaded are {self.versions}")
+        if self._loaded.get((adapter.policy, adapter.version)) is not adapter:
+            raise ValueError(f"the adapter {adapter.name} is not loaded; loaded are {', '.join(self.names)}")
         adapter.requests.add(request)
         return adapter.lora_id
 
-    async def load(self, version: int, stages: Sequence[StageAdapters]) -> LoadedAdapter:
-        """Loads a version, which no request gets before it is `newest`; does nothing where it is loaded.
+    async def load(self, policy: str, version: int, stages: Sequence[StageAdapters]) -> LoadedAdapter:
+        """Loads a version of a policy, which no request gets before it is in `newest`; nothing where it is loaded.
 
         Raises:
             EngineError: the bytes differ from those sent, SGLang refuses them, or has others of this version.
         """
         async with self._one_change:
             checksums = [sha256(stage.data).hexdigest() for stage in stages]
+            name = f"{policy or ONLY}@{version}.{next(self._numbers)}"
             if checksums != [stage.checksum for stage in stages]:
-                raise EngineError(f"{self._engine.name}: the adapter of version {version} arrived damaged")
-            if version not in self._loaded:
-                name = f"policy@{version}.{next(self._numbers)}"
-                self._loaded[version] = LoadedAdapter(version, name, await self._load(name, stages), checksums)
-            elif self._loaded[version].checksums != checksums:
-                raise EngineError(f"{self._engine.name}: has another adapter of version {version}")
-            return self._loaded[version]
+                raise EngineError(f"{self._engine.name}: the adapter {name} arrived damaged")
+            known = self._loaded.get((policy, version))
+            if known is not None and known.checksums != checksums:
+                raise EngineError(f"{self._engine.name}: has another adapter {known.name}")
+            if known is None:
+                known = LoadedAdapter(policy, version, name, await self._load(name, stages), checksums)
+                self._loaded[policy, version] = known
+            return known
 
     async def _load(self, name: str, stages: Sequence[StageAdapters]) -> str:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
@@ -114,22 +122,21 @@ class EngineAdapters:
 
     async def unload_old(self) -> None:
         """Unloads the versions that are too old for a request of this run, unless one computes with them."""
-        newest = self.newest
-        if newest is not None:
-            await self.unload(lambda version: version < newest.version - self._kept)
+        newest = max((adapter.version for adapter in self.newest.values()), default=0)
+        await self.unload(lambda adapter: adapter.version < newest - self._kept)
 
-    async def unload(self, chosen: Callable[[int], bool]) -> None:
-        """Unloads the chosen versions, unless requests compute with them.
+    async def unload(self, chosen: Callable[[LoadedAdapter], bool]) -> None:
+        """Unloads the chosen adapters, unless requests compute with them.
 
         Raises:
             EngineError: SGLang refuses it.
         """
         async with self._one_change:
             states = self._engine.manager.rid_to_state
-            for version, adapter in sorted(self._loaded.items()):
+            for key, adapter in sorted(self._loaded.items()):
                 adapter.requests &= states.keys()
-                if not adapter.requests and chosen(version):
-                    del self._loaded[version]
+                if not adapter.requests and chosen(adapter):
+                    del self._loaded[key]
                     await self._unload(adapter.name)
 
     async def _unload(self, name: str) -> None:

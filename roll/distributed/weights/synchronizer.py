@@ -194,9 +194,9 @@ class WeightSynchronizer:
             EnginesLostError: no engine of a role runs, and none is restarted.
             ClusterError: a training rank died, or did not answer a weight update.
         """
-        return await self._unless_failed(self._with_updates(work))
+        return await self.unless_failed(self._with_updates(work))
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, or the error of a part of the run that fails meanwhile and cannot be restarted."""
         task, failures = asyncio.ensure_future(work), [asyncio.ensure_future(wait()) for wait in self._fatal_errors]
         try:
@@ -223,16 +223,20 @@ class WeightSynchronizer:
                     await started
                 finally:
                     started.cancel()
-                await self._update_restarted()
+                await self.update_restarted()
             return await task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def wait_for_restarted(self) -> None:
+        """Waits until there is a restarted engine that has no weights yet."""
+        await self._monitor.wait_for_started()
+
     def health(self) -> dict[str, str]:
         return self._monitor.health()
 
-    async def _update_restarted(self) -> None:
+    async def update_restarted(self) -> None:
         """Gives restarted engines the weights that the others have; one that fails is restarted again."""
         assert self._version is not None, "the engines got their first weights from update_weights"
         engines = self._monitor.started
@@ -261,7 +265,7 @@ class WeightSynchronizer:
             await self._monitor.updated([engine for engine in engines if engine not in died])
 
     async def _running_engines(self) -> list[int]:
-        await self._unless_failed(self._monitor.wait_for_engine())
+        await self.unless_failed(self._monitor.wait_for_engine())
         return sorted([*self._monitor.serving, *self._monitor.started])
 
     def _trainer_died(self, error: Exception) -> bool:
@@ -329,9 +333,7 @@ class WeightSynchronizer:
             self.stale_weights = self.stale_weights or not alone
             await step("begin", infer.call(engines, InferWorker.begin_update, version))
             paused = time.perf_counter()  # an engine answers once the step it was computing is done
-            start = time.perf_counter()
-            sent = await step("transfer", transport.transfer(verify))
-            sent = replace(sent, seconds=time.perf_counter() - start)
+            sent = await step("transfer", self._transfer(verify))
             await step("end", infer.call(engines, InferWorker.end_update, version))
             if self._config.in_flight_policy != "in_place":  # which keeps the cache: its entries belong to versions
                 await step("flush", infer.call(engines, InferWorker.flush_cache))
@@ -344,6 +346,11 @@ class WeightSynchronizer:
             await step("resume", infer.call(engines, InferWorker.resume))
         self._complete = known.union(engines)
         return time.perf_counter() - paused, sent
+
+    async def _transfer(self, verify: bool) -> Transfer:
+        start = time.perf_counter()
+        sent = await self._transport.transfer(verify)
+        return replace(sent, seconds=time.perf_counter() - start)
 
     def _expected(self, sent: dict[str, str]) -> dict[str, str]:
         """The checksums of all parameters of an engine; those of frozen weights are from the update that sent them."""

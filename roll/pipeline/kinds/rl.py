@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from roll.base.errors import RunError
 from roll.base.events import EventLog
@@ -16,16 +16,21 @@ from roll.configs.pipeline import RLConfig, RLVRConfig
 from roll.configs.scoring.built_in_rewards import scoring_role
 from roll.datasets.tokenizer import load_tokenizer
 from roll.distributed.calls.remote_actor import RemoteActor
+from roll.distributed.calls.remote_call import ClusterClient
 from roll.distributed.infer.engine_monitor import EngineMonitor
 from roll.distributed.infer.infer_worker import EngineClient
+from roll.distributed.train.train_worker import TrainWorker
 from roll.distributed.weights.adapters import AdapterSynchronizer
+from roll.distributed.weights.delta_updates import DeltaSynchronizer
 from roll.distributed.weights.synchronizer import WeightSynchronizer
 from roll.distributed.weights.transport import TRANSPORTS
 from roll.pipeline.bottleneck_report import Split
 from roll.pipeline.extensions import load_extensions
+from roll.pipeline.learning.actor_learner import ActorLearner
 from roll.pipeline.learning.engine_probe import EngineProbe
 from roll.pipeline.learning.learner import RLLearner
 from roll.pipeline.learning.performance import Performance
+from roll.pipeline.learning.policies import PoliciesLearner, PolicyRanks
 from roll.pipeline.rollout_client import NAME, RolloutClient
 from roll.pipeline.run import TrainingLoop
 from roll.pipeline.session import Session
@@ -53,7 +58,15 @@ ConfigT = TypeVar("ConfigT", bound=RLConfig)
 
 
 class RLPipeline(ABC, Generic[ConfigT]):
-    """What RLVR and agents share; `prepare` checks every input before Ray or an engine starts."""
+    """What RLVR and agents share; `prepare` checks every input before Ray or an engine starts.
+
+    Attributes:
+        loop: the class of the training loop.
+        learner: that of the learner, where the configuration names none.
+    """
+
+    loop: ClassVar[type[TrainingLoop]] = TrainingLoop
+    learner: ClassVar[type[RLLearner]] = RLLearner
 
     def __init__(self, config: ConfigT) -> None:
         self._config = config
@@ -95,17 +108,24 @@ class RLPipeline(ABC, Generic[ConfigT]):
         monitors = await self._watch_engines(session)
         monitor = monitors.pop("actor_infer")
         failures = [session.watch.wait_for_death, *(other.wait_until_lost for other in monitors.values())]
-        way = WeightSynchronizer if config.adapters(actor.platform) is None else AdapterSynchronizer
+        whole = DeltaSynchronizer if config.weight_update == "delta" else WeightSynchronizer
+        way = whole if config.adapters(actor.platform) is None else AdapterSynchronizer
         synchronizer = way(actor, infer, config, devices=devices, monitor=monitor, fatal_errors=failures)
         await synchronizer.setup()
         extensions = load_extensions(config)
         reference, critic = (session.train_clusters.get(role) for role in ("reference", "critic"))
-        learner = (extensions.trainer or RLLearner)(config, actor, reference, *([] if critic is None else [critic]))
+        made: type[RLLearner] = extensions.trainer or self.learner
+        learner: ActorLearner
+        if config.policies:
+            learner = PoliciesLearner(config, actor, reference, made)
+        else:
+            learner = made(config, actor, reference, *([] if critic is None else [critic]))
         hook = extensions.batch_hook(config) if extensions.batch_hook else None
         engines = EngineClient(infer.client())
-        probe = EngineProbe(config, engines, actor, self._sampling["train"], len(self._tokenizer))
+        actors: dict[str, ClusterClient[TrainWorker]] = {name: PolicyRanks(actor, name) for name in config.policies}
+        probe = EngineProbe(config, engines, actors or {"": actor}, self._sampling["train"], len(self._tokenizer))
         performance = Performance(config.device_roles(), model_shapes(config).get("actor_train"), config.ppo_epochs)
-        return TrainingLoop(
+        return self.loop(
             config, samples, learner, synchronizer, trackers,
             batch_hook=hook, devices=devices, engine_check=probe, performance=performance,
         )  # fmt: skip
@@ -175,8 +195,13 @@ def split_of(config: RLConfig) -> Split:
 
 def make_rollouter(config: RLConfig, make_worker: WorkerFactory, engines: Engines) -> Rollouter:
     """A rollouter that generates with these engines; it is of the class that the configuration names."""
-    restarted = not config.takes_turns(get_platform(config.platform).name)
-    pool = EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)
+    pool = make_pool(config, engines)
     cls = load_extensions(config).rollouter or Rollouter
     recording = RolloutRecording(Recording(config.output_dir), pool)
     return cls(make_worker(pool), admission_settings(config, config.max_steps), config, recording=recording)
+
+
+def make_pool(config: RLConfig, engines: Engines) -> EnginePool:
+    """The engines behind one call; engines that take turns with the trainer are not restarted."""
+    restarted = not config.takes_turns(get_platform(config.platform).name)
+    return EnginePool(engines, config.max_generation_retries, config.actor_infer.max_running_requests, restarted)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from roll.base.errors import RunError
 from roll.base.events import EventLog
 from roll.base.timers import Timer
+from roll.configs.learning.lora import no_policy, policy_of
 from roll.configs.pipeline import RLVRConfig, role_seed
 from roll.configs.scoring.rewards import domain_of, truths_read
 from roll.datasets.batch import Batch
@@ -26,7 +27,7 @@ from roll.pipeline.kinds.scoring_models import ScoringModels, model_scorers
 from roll.pipeline.session import Session
 from roll.rollout.engine_pool import EnginePool
 from roll.rollout.ledger import GENERATION_FAILED, PromptRequest
-from roll.rollout.metrics import reported_metrics
+from roll.rollout.metrics import reported_metrics, rollout_metrics
 from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.rollout_worker import Purpose, RolloutWorker
 from roll.rollout.types import (
@@ -66,6 +67,7 @@ class RLVRWorker(RolloutWorker):
         self._uses_parts = config.uses_reward_parts
         self._validation_samples = config.validation.generating_args.num_return_sequences or 1
         self._sampler = make_sampler(config, prompts["train"])
+        self._policies = {tag: name for name, policy in config.policies.items() for tag in policy.tags}
 
     def draw(self, requests: Sequence[PromptRequest]) -> list[Group]:
         """The next prompt for each request."""
@@ -129,22 +131,19 @@ class RLVRWorker(RolloutWorker):
         sampling, samples = self._sampling[purpose], self._group_size
         if purpose == "val":
             samples = self._validation_samples
-        requests = [
-            GenerateRequest(
-                request_id=f"{purpose}-{group.number}-{index}",
-                prompt_ids=prompt.ids,
-                sampling=sampling,
-                seed=role_seed(self._seed, purpose, group.number, index),
-                version=group.version,
-            )
-            for index in range(samples)
-        ]
+        numbered = (purpose, group.number)
+        plain = requests_of(prompt.ids, sampling, samples, self._seed, numbered, group.version)
+        requests = [replace(request, policy=self.policy_of(group)) for request in plain]
         if purpose == "train" and self._greedy:
             greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, sampling_mask=False, routing=False)
             seed = role_seed(self._seed, purpose, group.number, samples)
             name = f"{purpose}-{group.number}-greedy"
-            requests.append(GenerateRequest(name, prompt.ids, greedy, seed, group.version))
+            policy = self.policy_of(group)
+            requests.append(GenerateRequest(name, prompt.ids, greedy, seed, group.version, policy=policy))
         return requests
+
+    def policy_of(self, group: Group) -> str:
+        return self._policies.get(group.tag, "")
 
     def filter_reason(self, group: Group) -> tuple[str, str] | None:
         return self._scorer.filter_reason(group)
@@ -153,11 +152,16 @@ class RLVRWorker(RolloutWorker):
         return super().validation_metrics(groups) | reported_metrics(groups, "val")
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        rewards = self._rewards if self._uses_parts else ()
-        return batch_of_groups(groups, multiple=self._samples_multiple, rewards=rewards)
+        rewards, policies = self._rewards if self._uses_parts else (), self._policies
+        return batch_of_groups(groups, multiple=self._samples_multiple, rewards=rewards, policies=policies)
 
     def metrics(self, groups: Sequence[Group], version: int) -> dict[str, float]:
-        return super().metrics(groups, version) | reported_metrics(groups, "reward")
+        """Those of all groups, and with the name of each policy in front those of its own."""
+        found = super().metrics(groups, version) | reported_metrics(groups, "reward")
+        for name in sorted({*self._policies.values()} & {*map(self.policy_of, groups)}):
+            own = rollout_metrics([group for group in groups if self.policy_of(group) == name], version, 0)
+            found |= {f"{name}/{key}": value for key, value in own.items() if key.startswith("rollout/")}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and what the groups that a checkpoint may hold consist of."""
@@ -166,6 +170,7 @@ class RLVRWorker(RolloutWorker):
             "samples": self._group_size,
             "greedy": self._greedy,
             "rewards": list(self._rewards),
+            "policies": self._policies,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,6 +196,10 @@ class RLVRWorker(RolloutWorker):
             raise ValueError(
                 f"num_return_sequences_in_group: {self._group_size} cannot continue from a checkpoint with groups of "
                 f"{state['samples']}; use {state['samples']}"
+            )
+        if (policies := state.get("policies", {})) != self._policies:
+            raise ValueError(
+                f"policies: tags {self._policies} cannot continue from a checkpoint with {policies}; use those"
             )
         self._sampler.load_state_dict(state["sampler"])
 
@@ -218,6 +227,24 @@ def make_sampler(config: RLVRConfig, prompts: Sequence[EncodedPrompt]) -> Prompt
         raise RunError(
             f"actor_train.data_args.domain_interleave_probs: {error}; the files have prompts of {found}"
         ) from None
+
+
+def requests_of(
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    count: int,
+    seed: int,
+    name: tuple[str, int],
+    version: int | None,
+) -> list[GenerateRequest]:
+    """One request for each of `count` responses to a prompt; names and seeds derive from `name` and the seed."""
+    purpose, number = name
+    return [
+        GenerateRequest(
+            f"{purpose}-{number}-{index}", prompt_ids, sampling, role_seed(seed, purpose, number, index), version
+        )
+        for index in range(count)
+    ]
 
 
 def _is_sample(result: GenerateResult) -> bool:
@@ -249,6 +276,8 @@ class RLVRPipeline(RLPipeline[RLVRConfig]):
         )
         for tag in sorted({prompt.tag for prompt in [*train, *val]}):
             scorer.rewards_of(tag)
+            if policy_of(config.policies, tag) is None:
+                raise RunError(f"policies: {no_policy(config.policies, tag)}")
         scorer.check([*train, *val])
         check_sampler(config, make_sampler(config, train).load_state_dict)
 

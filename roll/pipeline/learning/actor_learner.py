@@ -13,7 +13,7 @@ from roll.pipeline.learning.performance import PEAK_TFLOPS
 
 if TYPE_CHECKING:
     from roll.base.timers import StepClock
-    from roll.distributed.cluster import Cluster
+    from roll.distributed.calls.remote_call import ClusterClient
     from roll.rollout.source import SampleBatch
 
 ROLE, CRITIC = "actor_train", "critic"
@@ -25,7 +25,7 @@ POLL_S, MAX_POLL_S = 0.02, 0.5
 class ActorLearner(ABC):
     """How a batch becomes an update of actor_train, and of a critic if there is one; saves, restores, exports them."""
 
-    def __init__(self, actor: Cluster[TrainWorker], critic: Cluster[TrainWorker] | None = None) -> None:
+    def __init__(self, actor: ClusterClient[TrainWorker], critic: ClusterClient[TrainWorker] | None = None) -> None:
         self._actor = actor
         self._critic = critic
         self._peak: float | None = None

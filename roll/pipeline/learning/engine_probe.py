@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from roll.rollout.rollout_batch import batch_of_groups
 from roll.rollout.types import GenerateRequest, Group, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from roll.distributed.cluster import Cluster
+    from roll.distributed.calls.remote_call import ClusterClient
     from roll.distributed.train.train_worker import TrainWorker
 
 logger = logging.getLogger(__name__)
@@ -27,48 +28,63 @@ REQUESTS, NEW_TOKENS, LONGEST_PROMPT = 8, 16, 256
 
 @dataclass
 class EngineProbe:
-    """`sample` needs the engines, then `compare` the trainer, both with the same weights and the run's sampling."""
+    """`sample` needs the engines, then `compare` the trainer, both with the same weights and the run's sampling.
+
+    `actors` are the ranks of actor_train by policy.
+    """
 
     config: LearnerOptions
     engines: Engines
-    actor: Cluster[TrainWorker]
+    actors: Mapping[str, ClusterClient[TrainWorker]]
     sampling: SamplingParams
     vocabulary: int
-    _groups: list[Group] = field(default_factory=list)
+    _groups: list[dict[str, Group]] = field(default_factory=list)
+    """Of each engine, by policy."""
 
     async def sample(self) -> None:
         """Generates with every engine; one that is down gets its weights, which are verified, later."""
         self._groups = await asyncio.gather(*map(self._sample, range(self.engines.world_size)))
 
-    async def _sample(self, engine: int) -> Group:
-        group, requests = Group(engine, "", engine, f"engine {engine}"), []
-        longest = max(1, min(LONGEST_PROMPT, (self.config.sequence_length or 0) - NEW_TOKENS))
-        sampling = replace(self.sampling, max_new_tokens=min(NEW_TOKENS, self.sampling.max_new_tokens))
-        for index in range(REQUESTS):
-            seed = role_seed(self.config.seed, "probe", index)
-            ids = random.Random(seed).choices(range(self.vocabulary), k=-(-longest * (index + 1) // REQUESTS))
-            requests.append(GenerateRequest(f"probe-{engine}-{index}", ids, sampling, seed))
+    async def _sample(self, engine: int) -> dict[str, Group]:
+        """Responses of one engine to the requests of all policies, which it has at the same time."""
+        groups = {policy: Group(engine, "", engine, _name(engine, policy)) for policy in self.actors}
+        requests = [self._request(policy, index) for policy in self.actors for index in range(REQUESTS)]
         try:
             results = await self.engines.generate(engine, requests)
         except EngineDownError as error:
             logger.warning("engine %d was not compared with the trainer: %s", engine, error)
-            return group
+            return {}
         for asked, result in zip(requests, results, strict=True):
             if result.finish_reason == "abort":
                 logger.warning("engine %d failed to answer %s: %s", engine, asked.request_id, result.error)
             else:
-                group.trajectories.append(Trajectory.of_response(asked.prompt_ids, result, ""))
-        return group
+                groups[asked.policy].trajectories.append(Trajectory.of_response(asked.prompt_ids, result, ""))
+        return groups
+
+    def _request(self, policy: str, index: int) -> GenerateRequest:
+        longest = max(1, min(LONGEST_PROMPT, (self.config.sequence_length or 0) - NEW_TOKENS))
+        sampling = replace(self.sampling, max_new_tokens=min(NEW_TOKENS, self.sampling.max_new_tokens))
+        seed = role_seed(self.config.seed, "probe", index)
+        ids = random.Random(seed).choices(range(self.vocabulary), k=-(-longest * (index + 1) // REQUESTS))
+        return GenerateRequest(f"probe-{policy}{index}", ids, sampling, seed, policy=policy)
 
     async def compare(self) -> None:
         """Raises RunError where log-probs of an engine are not the trainer's; see `check_engines`."""
-        groups, role = [group for group in self._groups if group.trajectories], self.config.actor_train
-        if not groups:
-            return
+        for policy, actor in self.actors.items():
+            groups = [found[policy] for found in self._groups if found and found[policy].trajectories]
+            if groups:
+                await self._compare(groups, actor)
+
+    async def _compare(self, groups: list[Group], actor: ClusterClient[TrainWorker]) -> None:
+        role = self.config.actor_train
         data = batch_of_groups(groups, multiple=role.layout.data)
         temperature = self.config.actor_infer.generating_args.temperature
-        batch, own = data.batch, (await cluster_log_probs(self.actor, data, role, temperature)).batch
+        batch, own = data.batch, (await cluster_log_probs(actor, data, role, temperature)).batch
         tokens = TokenLogProbs(batch["behavior_log_probs"], own["log_probs"], own["entropy"], batch["position_ids"])
         masks = [batch["response_mask"] & (batch["group_ids"] == number)[:, None] for number in range(len(groups))]
         named = {group.name: tokens.where(mask) for group, mask in zip(groups, masks, strict=True)}
         check_engines(named, self.config)
+
+
+def _name(engine: int, policy: str) -> str:
+    return f"engine {engine} with policy {policy}" if policy else f"engine {engine}"

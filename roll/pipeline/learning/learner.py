@@ -65,7 +65,7 @@ from roll.rollout.source import SampleBatch
 from roll.trackers.sample_files import Largest, keep_samples, larger_values
 
 if TYPE_CHECKING:
-    from roll.distributed.cluster import Cluster
+    from roll.distributed.calls.remote_call import ClusterClient
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class RLLearner(ActorLearner):
     def __init__(
         self,
         config: LearnerOptions,
-        actor: Cluster[TrainWorker],
-        reference: Cluster[TrainWorker] | None,
-        critic: Cluster[TrainWorker] | None = None,
+        actor: ClusterClient[TrainWorker],
+        reference: ClusterClient[TrainWorker] | None,
+        critic: ClusterClient[TrainWorker] | None = None,
     ) -> None:
         super().__init__(actor, critic)
         self._config = config
@@ -188,7 +188,7 @@ class RLLearner(ActorLearner):
             )
 
     async def _with_critic(
-        self, actor: Awaitable[dict[str, T]], critic: Callable[[Cluster[TrainWorker]], Awaitable[dict[str, T]]]
+        self, actor: Awaitable[dict[str, T]], critic: Callable[[ClusterClient[TrainWorker]], Awaitable[dict[str, T]]]
     ) -> tuple[dict[str, T], dict[str, T]]:
         """What the actor's work and the critic's give; at the same time where they have their own devices."""
         if self._critic is None:
@@ -207,12 +207,16 @@ class RLLearner(ActorLearner):
 
         def write() -> None:
             if self._keeps_samples and data is not None:
-                folder, size = Path(str(config.rollout_dump_dir)), config.actor_train.samples_per_optimizer_step
+                folder, size = Path(str(config.rollout_dump_dir)), self._samples_per_step(data)
                 dump_samples(data, folder, step, size, about)
                 if config.rollout_dump_steps is not None:
                     keep_samples(folder, step, config.rollout_dump_steps, config.rollout_dump_every, named)
 
         return asyncio.ensure_future(asyncio.to_thread(write))
+
+    def _samples_per_step(self, data: Batch) -> int:
+        """Samples of an optimizer step of actor_train: of one of several policies, all that it has in the batch."""
+        return len(data) if self._config.policies else self._config.actor_train.samples_per_optimizer_step
 
     @property
     def _keeps_samples(self) -> bool:
@@ -220,10 +224,14 @@ class RLLearner(ActorLearner):
 
     async def finish_step(self) -> dict[str, float]:
         """Waits until the samples are written; returns `memory/...`."""
+        await self.samples_written()
+        return await super().finish_step()
+
+    async def samples_written(self) -> None:
+        """Waits until the samples of the step are written."""
         if self._dumping is not None:
             await self._dumping
             self._dumping = self._written = None
-        return await super().finish_step()
 
     # 1. Log-probs
 
@@ -234,7 +242,7 @@ class RLLearner(ActorLearner):
         """
         if not self._updated or self._separate_pass or not training_gives_old_log_probs(self._config):
             return range(0)
-        size = self._config.actor_train.samples_per_optimizer_step
+        size = self._samples_per_step(data)
         first = live_steps(data, size)[0] * size
         return range(first, first + size)
 
@@ -276,7 +284,7 @@ class RLLearner(ActorLearner):
             found[SUM_PI_SQUARED] = answer.batch[SUM_PI_SQUARED] * mask
         return found
 
-    async def _values(self, data: Batch, critic: Cluster[TrainWorker], clock: StepClock) -> dict[str, Tensor]:
+    async def _values(self, data: Batch, critic: ClusterClient[TrainWorker], clock: StepClock) -> dict[str, Tensor]:
         """`values` [B, T] of the critic as it is now, however old the samples are."""
         mask = data.batch["response_mask"]
         with clock.measure("values"):
@@ -314,9 +322,12 @@ class RLLearner(ActorLearner):
             correction = batch_correction(correction, proximal, behavior, learned, options)
             found = {"correction_weights": correction.weights, "correction_kept": correction.kept}
             weights, kept = correction.weights if options.weighted else None, correction.kept
+        self._check_engine(proximal, behavior, mask)
+        return found, diagnostics(proximal, behavior, mask, weights, kept)
+
+    def _check_engine(self, proximal: Tensor, behavior: Tensor, mask: Tensor) -> None:
         if not self._updated:
             check_engine(Mismatch.between(proximal, behavior, mask, self._config.p99_logprob_mismatch), self._config)
-        return found, diagnostics(proximal, behavior, mask, weights, kept)
 
     # 3. Advantages
 
@@ -368,7 +379,8 @@ class RLLearner(ActorLearner):
         seen = {name: torch.zeros(mask.shape) for name in ("log_probs", "entropy")}
         with clock.measure("train"):
             data = self._training_data(ready, mask)
-            once = training_plans(data, self._config.actor_train, self._actor.platform)
+            size = self._samples_per_step(data)
+            once = training_plans(data, self._config.actor_train, self._actor.platform, size)
             plans = once * self._config.ppo_epochs
             self._warn_of_more_steps(len(plans))
             if given:
@@ -425,7 +437,7 @@ class RLLearner(ActorLearner):
         return answers[0][0]
 
     async def _train_critic(
-        self, ready: Batch, mask: Tensor, critic: Cluster[TrainWorker], clock: StepClock
+        self, ready: Batch, mask: Tensor, critic: ClusterClient[TrainWorker], clock: StepClock
     ) -> dict[str, float]:
         ready = ready.adding({"response_mask": mask})
         weights = [SAMPLE_WEIGHTS] if SAMPLE_WEIGHTS in ready else []
@@ -482,6 +494,10 @@ class RLLearner(ActorLearner):
     async def save(self, folder: Path) -> None:
         """Begins to write actor_train; writes the KL coefficient, statistics of scores and steps without a gradient."""
         await super().save(folder)
+        (folder / LEARNER_STATE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it knows beside the weights; JSON-able."""
         state: dict[str, Any] = {
             "kl_coefficient": self._kl.coefficient,
             "steps_without_gradient": self._steps_without_gradient,
@@ -490,16 +506,19 @@ class RLLearner(ActorLearner):
         }
         if self._config.uses_running_statistics:
             state |= self._statistics.state_dict()
-        (folder / LEARNER_STATE).write_text(json.dumps(state), encoding="utf-8")
+        return state
 
     async def load(self, folder: Path) -> None:
-        """Restores what `save` wrote; after an update of the policy there are no checks of a first step.
+        """Restores what `save` wrote."""
+        await super().load(folder)
+        self.load_state_dict(json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8")))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`; after an update of the policy there are no checks of a first step.
 
         A fixed KL coefficient is that of the configuration, which may have changed. Statistics of scores begin anew
         where the run that saved the checkpoint had none.
         """
-        await super().load(folder)
-        state = json.loads((folder / LEARNER_STATE).read_text(encoding="utf-8"))
         if self._config.target_kl is not None:
             self._kl.coefficient = float(state["kl_coefficient"])
         self._statistics = RunStatistics.from_state(state)

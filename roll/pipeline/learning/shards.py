@@ -20,14 +20,13 @@ from roll.models.families.shape import read_model_shape
 
 if TYPE_CHECKING:
     from roll.distributed.calls.remote_call import ClusterClient
-    from roll.distributed.cluster import Cluster
 
 LOG_PROB_KEYS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 """Tensors that a forward pass for log-probs needs."""
 
 
 async def cluster_log_probs(
-    cluster: Cluster[TrainWorker],
+    cluster: ClusterClient[TrainWorker],
     data: Batch,
     config: MegatronRoleConfig,
     temperature: float = 1.0,
@@ -122,14 +121,19 @@ def _crossover_length(model: str | None, value_head: bool) -> float:
     return math.inf if shape is None else shape.crossover_length()
 
 
-def training_plans(data: Batch, role: TrainedRoleConfig, platform: str) -> list[OptimizerStepPlan]:
-    """The optimizer steps of one pass over `data` by a trained role on a platform; those of padding are left out."""
-    limit = role.training_token_limit
+def training_plans(
+    data: Batch, role: TrainedRoleConfig, platform: str, samples_per_step: int | None = None
+) -> list[OptimizerStepPlan]:
+    """The optimizer steps of one pass over `data` by a trained role on a platform; those of padding are left out.
+
+    A step has `samples_per_step`, by default those of the role.
+    """
+    limit, size = role.training_token_limit, samples_per_step or role.samples_per_optimizer_step
     lengths = sample_lengths(data)
     plans = plan_optimizer_steps(
         [*map(role.layout.padded, lengths)],
         role.layout.data,
-        samples_per_step=role.samples_per_optimizer_step,
+        samples_per_step=size,
         costs=sample_costs(lengths, role),
         micro_batch_size=role.training_args.per_device_train_batch_size if limit is None else None,
         max_tokens=limit,
@@ -137,7 +141,7 @@ def training_plans(data: Batch, role: TrainedRoleConfig, platform: str) -> list[
         packed=role.use_sequence_packing,
         prefixes=shared_prefixes(data, role, platform),
     )
-    return [plans[number] for number in live_steps(data, role.samples_per_optimizer_step)]
+    return [plans[number] for number in live_steps(data, size)]
 
 
 def live_steps(data: Batch, samples_per_step: int) -> list[int]:

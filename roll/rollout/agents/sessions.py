@@ -116,6 +116,17 @@ class Gateway(Protocol):
         """Ends every session and process."""
 
 
+SUMMED = (
+    "requests",
+    "context_tokens_repeated",
+    "overridden_sampling",
+    "retries_joined",
+    "unread_tool_calls",
+    "cut_answers",
+)
+"""Numbers of a session whose sums are metrics, `gateway/<name>`."""
+
+
 class SessionTotals:
     """Sums over the sessions that ended since the metrics were taken last."""
 
@@ -135,8 +146,7 @@ class SessionTotals:
         self._sums, self._sessions, self._seconds = Counter(), 0, []
         if not sessions:
             return {}
-        named = ("requests", "context_tokens_repeated", "overridden_sampling", "retries_joined")
-        found = {f"gateway/{name}": float(sums[name]) for name in named}
+        found = {f"gateway/{name}": float(sums[name]) for name in SUMMED}
         found["gateway/branches_per_session"] = sums["branches"] / sessions
         if sums["prompt_tokens"]:
             found["gateway/cached_prompt_fraction"] = sums["cached_tokens"] / sums["prompt_tokens"]

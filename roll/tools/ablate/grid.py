@@ -10,10 +10,11 @@ from pathlib import Path
 
 from roll.algorithms.options.policy_options import VARIANT_KEYS
 from roll.base.errors import ConfigError, Problem
+from roll.base.schema import leaves
 from roll.configs.pipeline import RLConfig
 from roll.envs.registry import try_environment
 from roll.loading.load import load_config, read_pipeline
-from roll.loading.yaml_files import leaves, override_tree
+from roll.loading.yaml_files import override_tree
 from roll.pipeline.extensions import load_extensions
 from roll.plan.hardware import prepare_run
 

@@ -34,22 +34,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", type=integer(0), metavar="G", help="show only this group, with all its samples")
     help_text = f"most samples to show, equal ones count once (default: {DEFAULT_LIMIT})"
     parser.add_argument("--limit", type=integer(1), metavar="K", help=help_text)
+    parser.add_argument("--policy", help="of several policies, the one whose samples are shown")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page instead of printing")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return show(arguments.run, arguments.step, arguments.group, arguments.limit, arguments.html)
+    return show(arguments.run, arguments.step, arguments.group, arguments.limit, arguments.html, arguments.policy)
 
 
 def show(
-    run: Path, step: int | None = None, group: int | None = None, limit: int | None = None, html: Path | None = None
+    run: Path,
+    step: int | None = None,
+    group: int | None = None,
+    limit: int | None = None,
+    html: Path | None = None,
+    policy: str | None = None,
 ) -> int:
     """Prints samples of a step, or writes them to the page `html`, and returns the exit code.
 
     Raises:
-        ConfigError: the run, step or group does not exist, or the page cannot be written.
+        ConfigError: the run, policy, step or group does not exist, or the page cannot be written.
     """
     folder, model = find_dump(run)
+    folder = _of_policy(folder, policy)
     step = choose_step(dumped_steps(folder), step, folder)
     groups = read_groups(folder, step)
     if group is not None:
@@ -74,6 +81,15 @@ def show(
     write_page(view, html)
     console.print(sanitize_line(f"written: {html}"), soft_wrap=True)
     return 0
+
+
+def _of_policy(folder: Path, policy: str | None) -> Path:
+    """The folder with the samples of a policy; of the only one, `folder`."""
+    known = sorted(each.name for each in folder.iterdir() if dumped_steps(each)) if folder.is_dir() else []
+    if policy in known or (policy is None and not known):
+        return folder / (policy or "")
+    there = f"there are samples of {', '.join(known)}; give one" if known else "the run has one policy; leave it out"
+    raise option_error("--policy", f"{policy}: {there}" if policy else there)
 
 
 def write_page(view: RenderableType, file: Path) -> None:

@@ -29,7 +29,7 @@ MAX_MAP_WIDTH = 60
 """Maximum columns of a map, so that a second map fits next to it."""
 
 STOP_REASONS = {
-    "terminated": "ended by the environment",
+    "terminated": "ended by the environment or the agent",
     "truncated": "action limit reached",
     "sequence_length": "token limit reached",
 }

@@ -291,7 +291,7 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path) -> None:
     async def scenario() -> None:
         await monitor.failed(0, "broken")
         await run_tasks()
-        await asyncio.wait_for(monitor.wait_for_engine(), 1)
+        await monitor.wait_for_engine()
         assert (monitor.serving, monitor.states[0]) == ([1], EngineState.LOST)
         assert monitor.health() == {"actor_infer-0": "lost", "actor_infer-1": "serving"}
 

@@ -13,6 +13,7 @@ from roll.distributed.calls.remote_errors import Failure
 from roll.distributed.infer.engine_node import FurtherNodes
 from roll.distributed.infer.sglang_engine import EngineError
 from roll.distributed.worker import WorkerRank
+from tests.processes import PATIENCE_S
 
 
 @dataclass
@@ -90,7 +91,7 @@ def test_a_node_without_an_answer_is_waited_for_so_long_and_named(monkeypatch: p
     monkeypatch.setattr("roll.distributed.infer.engine_node.STOP_TIMEOUT_S", 0.05)
     engine, silent = Engine(), Node({"start": "never", "stop": "never"})
     with pytest.raises(EngineError, match="actor_infer-0 on node 3: start: no answer within 0.1 s"):
-        asyncio.run(asyncio.wait_for(nodes(silent)[0].start(engine, "10.0.0.1:20000", 0.05), 20))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(nodes(silent)[0].start(engine, "10.0.0.1:20000", 0.05), PATIENCE_S))  # type: ignore[arg-type]
     assert not engine.running and silent.calls == ["start", "stop"]
 
 

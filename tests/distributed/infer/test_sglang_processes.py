@@ -82,7 +82,7 @@ os.kill(child.pid, signal.SIGKILL)
 
 
 def test_a_stopped_fork_server_is_replaced_and_the_signal_that_killed_one_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(" with the server that had forked it, killed by SIGKILL, possibly by")
 
@@ -123,7 +123,7 @@ except EOFError:
 
 
 def test_a_fork_server_that_was_killed_before_it_forked_is_the_cause() -> None:
-    done = subprocess.run([sys.executable, "-c", SERVER_DIES_FIRST], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SERVER_DIES_FIRST], capture_output=True, text=True)
     assert done.stdout.startswith("killed by SIGKILL"), done.stderr
 
 
@@ -138,7 +138,7 @@ sys.exit(7)
 
 
 def test_a_scheduler_whose_fork_server_has_died_ends_before_it_starts() -> None:
-    ended = [subprocess.run([sys.executable, "-c", ORPHAN, other], timeout=60).returncode for other in ("0", "1")]
+    ended = [subprocess.run([sys.executable, "-c", ORPHAN, other]).returncode for other in ("0", "1")]
     assert ended == [7, 1]
 
 

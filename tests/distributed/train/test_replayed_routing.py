@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roll.distributed.train.router_replay import LayerReplay
+from roll.distributed.train.experts.router_replay import LayerReplay
 
 SCORES = torch.tensor([[4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.distributed.calls.remote_errors import PROCESS_DIED, TIMEOUT, ClusterError, seconds_left
-from roll.distributed.infer.engine_monitor import EngineMonitor, EnginesLostError
+from roll.distributed.infer.engine_monitor import EngineMonitor, EnginesLostError, EngineState
 from roll.distributed.process_groups import BroadcastGroup
 from roll.distributed.train.weight_sender import StageSource
 from roll.distributed.weights import synchronizer as module
@@ -36,6 +36,7 @@ from roll.distributed.weights.synchronizer import (
     choose_transport,
 )
 from roll.distributed.weights.transport import Transport
+from tests.processes import PATIENCE_S
 
 CALLS = {
     "pause": "pause",
@@ -364,7 +365,7 @@ def test_a_restarted_engine_gets_verified_weights_by_itself_while_the_trainer_wa
             return list(world.steps)
 
         try:
-            return await asyncio.wait_for(synchronizer.while_idle(batch()), 5)
+            return await asyncio.wait_for(synchronizer.while_idle(batch()), PATIENCE_S)
         finally:
             await monitor.close()
 
@@ -380,7 +381,7 @@ def test_the_only_engine_is_waited_for_and_updated_once_it_has_started(tmp_path:
     async def scenario() -> UpdateReport:
         await synchronizer.update_weights(0)
         world.during = {"transfer": lambda: None if world.restarted else world.dead.add(0)}
-        return await asyncio.wait_for(synchronizer.update_weights(1), 5)
+        return await asyncio.wait_for(synchronizer.update_weights(1), PATIENCE_S)
 
     report = asyncio.run(scenario())
     assert (report.version, report.attempts, report.verified) == (1, 2, True)
@@ -402,9 +403,10 @@ def test_an_error_of_the_wait_is_raised_and_the_wait_ends_where_no_engine_is_lef
             await synchronizer.while_idle(fails())
         for _ in range(3):
             await monitor.failed(0, "broken")
-            await asyncio.sleep(0.05)
+            while monitor.states[0] is EngineState.RESTARTING:
+                await asyncio.sleep(0.01)
         with pytest.raises(EnginesLostError):
-            await asyncio.wait_for(synchronizer.while_idle(never()), 5)
+            await asyncio.wait_for(synchronizer.while_idle(never()), PATIENCE_S)
 
     asyncio.run(scenario())
 
@@ -443,7 +445,7 @@ def test_a_trainer_found_dead_while_it_is_disconnected_ends_the_update_at_once(t
             work = synchronizer.while_idle(asyncio.sleep(60))
         world.during = {"transfer": lambda: world.dead.add(0)}
         with pytest.raises(ClusterError, match="release_buckets: the rank is gone"):
-            await asyncio.wait_for(work, 5)
+            await asyncio.wait_for(work, PATIENCE_S)
         await monitor.close()
 
     asyncio.run(scenario())
@@ -483,7 +485,7 @@ def test_restarted_engines_are_not_blamed_for_a_trainer_that_does_not_answer(tmp
         await synchronizer.update_weights(0)
         await monitor.failed(0, "broken")
         with pytest.raises(ClusterError, match="fill_bucket: the rank is gone"):
-            await asyncio.wait_for(synchronizer.while_idle(asyncio.sleep(60)), 5)
+            await asyncio.wait_for(synchronizer.while_idle(asyncio.sleep(60)), PATIENCE_S)
 
     asyncio.run(scenario())
     assert world.restarted == [0]
@@ -505,7 +507,7 @@ def test_an_engine_that_dies_before_the_first_update_is_recovered(tmp_path: Path
         await synchronizer.setup()
         return await synchronizer.update_weights(0)
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 5)).attempts == 2 and world.restarted == [0]
+    assert asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S)).attempts == 2 and world.restarted == [0]
 
 
 def test_one_late_answer_of_a_trainer_while_a_restarted_engine_gets_the_weights_is_repeated(tmp_path: Path) -> None:
@@ -528,7 +530,7 @@ def test_one_late_answer_of_a_trainer_while_a_restarted_engine_gets_the_weights_
     async def scenario() -> None:
         await synchronizer.update_weights(0)
         await monitor.failed(0, "broken")
-        await asyncio.wait_for(synchronizer.while_idle(until_it_serves_again()), 5)
+        await asyncio.wait_for(synchronizer.while_idle(until_it_serves_again()), PATIENCE_S)
 
     asyncio.run(scenario())
     assert world.answers == 2 and world.restarted == [0]
@@ -558,7 +560,7 @@ def test_a_part_of_the_run_that_has_failed_for_good_ends_the_wait(tmp_path: Path
             work: Any = synchronizer.while_idle(asyncio.sleep(60))
         else:
             work = synchronizer.update_weights(1)
-        wait = asyncio.create_task(asyncio.wait_for(work, 5))
+        wait = asyncio.create_task(asyncio.wait_for(work, PATIENCE_S))
         await asyncio.sleep(0.05)
         await lost.failed(0, "out of memory")
         with pytest.raises(EnginesLostError, match="judge has no engine left.* judge-0: out of memory"):
@@ -616,7 +618,7 @@ def test_an_attempt_in_which_an_engine_was_killed_and_restarted_is_not_counted(t
             await synchronizer.while_idle(until_all_serve(monitor))
         assert monitor.serving == [0, 1]
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert world.restarted == ([1] if update == "update_weights" else [1, 1])
 
 
@@ -636,7 +638,7 @@ def test_an_engine_restarted_after_the_commit_waits_for_weights(tmp_path: Path, 
             assert (monitor.serving, monitor.started) == ([0], [1])
         await synchronizer.while_idle(until_all_serve(monitor))
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
     assert world.took_part[-2:] == [[1], [1]] and world.steps.count("commit") == 3
 
 
@@ -651,7 +653,7 @@ def test_an_engine_that_never_holds_the_weights_that_were_sent_is_restarted_wher
     world, synchronizer, monitor = with_trainer(Damaged(3), tmp_path, max_sync_retries=1)
 
     async def scenario() -> UpdateReport:
-        report = await asyncio.wait_for(synchronizer.update_weights(0), 5)
+        report = await asyncio.wait_for(synchronizer.update_weights(0), PATIENCE_S)
         await monitor.close()
         return report
 

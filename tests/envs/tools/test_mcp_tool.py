@@ -15,6 +15,7 @@ import pytest
 from roll.base.errors import ConfigError
 from roll.envs import make_env
 from tests.envs.tools.test_toolbox import NAME, call
+from tests.processes import PATIENCE_S
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 ENVIRONMENT = {"OWNER": "tests", "PYTHONPATH": ":".join(sys.path)}
@@ -37,8 +38,8 @@ def servers() -> list[psutil.Process]:
     return found
 
 
-def wait_until_none_is_left(seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
+def wait_until_none_is_left() -> None:
+    until = time.monotonic() + PATIENCE_S
     while servers():
         assert time.monotonic() < until, servers()
         time.sleep(0.05)
@@ -62,7 +63,7 @@ def test_its_functions_are_called_and_it_ends_with_its_environment():
 
 
 def test_what_fails_is_read_by_the_model_and_a_server_that_ends_is_raised():
-    env = with_server(timeout_s=20)
+    env = with_server()
     observation, *_, info = env.step(call("fail", city="Rome") + call("add", a="x") + call("nothing"))
     assert observation.count("Error: ") == 3 and info["metrics"] == {"tool_calls": 3.0, "tool_errors": 3.0}
     assert "there is no function nothing; known: add, count" in observation
@@ -73,11 +74,11 @@ def test_what_fails_is_read_by_the_model_and_a_server_that_ends_is_raised():
 
 
 def test_a_call_that_takes_too_long_is_an_error_and_the_server_lives_on():
-    env = with_server(timeout_s=15)
+    env = with_server()
     assert "42" in env.step(call("add", a=2, b=40))[0]
     env._tools._tools[0]._own._timeout_s = 0.2
-    assert "Error: sleep did not answer within 0.2 s" in env.step(call("sleep", seconds=1.0))[0]
-    env._tools._tools[0]._own._timeout_s = 15
+    assert "Error: sleep did not answer within 0.2 s" in env.step(call("sleep", seconds=3.0))[0]
+    env._tools._tools[0]._own._timeout_s = PATIENCE_S
     assert "2" in env.step(call("add", a=1, b=1))[0]
     env.close()
     wait_until_none_is_left()

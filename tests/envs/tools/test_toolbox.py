@@ -97,16 +97,16 @@ def test_a_program_answers_as_an_interactive_interpreter(code, result):
 
 
 @pytest.mark.parametrize(
-    ("code", "error"),
+    ("code", "seconds", "error"),
     [
-        ("while True: pass", "the program did not end within 0.5 s"),
-        ("import os; os._exit(3)", "the program was killed; it may use 64 MiB of memory"),
-        ("x = ' ' * 10**9", "MemoryError"),
-        ("print('x' * 3 * 2**20)", "the program printed more than 1 MiB"),
+        ("while True: pass", 0.5, "the program did not end within 0.5 s"),
+        ("import os; os._exit(3)", 600.0, "the program was killed; it may use 64 MiB of memory"),
+        ("x = ' ' * 10**9", 600.0, "MemoryError"),
+        ("print('x' * 3 * 2**20)", 600.0, "the program printed more than 1 MiB"),
     ],
 )
-def test_a_program_beyond_its_limits_is_an_error_that_the_model_reads(code, error):
-    observation, metrics = answered(python(code), python={"timeout_s": 0.5, "memory_limit_mb": 64})
+def test_a_program_beyond_its_limits_is_an_error_that_the_model_reads(code, seconds, error):
+    observation, metrics = answered(python(code), python={"timeout_s": seconds, "memory_limit_mb": 64})
     assert error in observation
     assert metrics["tool_errors"] == float("MemoryError" not in error)
 

@@ -15,6 +15,7 @@ from roll.algorithms.turns import read_turns
 from roll.base.errors import RunError
 from roll.base.events import EVENTS_FILE, EventLog
 from roll.base.timers import StepClock
+from roll.configs.learning.lora import PolicyArguments
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.configs.scoring.rewards import FilterArguments, QueryFilterConfig, RewardConfig
@@ -58,8 +59,8 @@ class LengthScorer(Scorer):
         return decode(response_ids)
 
 
-def worker(samples: int = 2, engines: Engines | None = None, scorer: Scorer | None = None) -> RLVRWorker:
-    config = RLVRConfig(num_return_sequences_in_group=samples)
+def worker(samples: int = 2, engines: Engines | None = None, scorer: Scorer | None = None, **keys: Any) -> RLVRWorker:
+    config = RLVRConfig(num_return_sequences_in_group=samples, **keys)
     pool = EnginePool(engines or Engines(one_of("12", "345", "6")), 0, 64)
     sampling: Any = {"train": SAMPLING, "val": SAMPLING}
     return RLVRWorker(config, {"train": PROMPTS, "val": PROMPTS[:3]}, sampling, pool, scorer or LengthScorer())
@@ -95,6 +96,21 @@ def test_requests_have_the_version_of_their_prompt_and_those_of_validation_none(
     assert [request.version for request in engines.requests] == [3, 3, 4, 4]
     asyncio.run(made.validate())
     assert {request.version for request in engines.requests[4:]} == {None}
+
+
+def test_a_prompt_is_answered_by_the_policy_of_its_tag_and_other_tags_are_refused():
+    engines = Engines(one_of("12", "345"))
+    policies = {"sums": PolicyArguments(tags=["math"]), "other": PolicyArguments(tags=["code"])}
+    made = worker(2, engines, policies=policies)
+    groups = made.draw([PromptRequest(0, 0, 0)])
+    asyncio.run(made.generate(groups, "train", StepClock()))
+    assert [request.policy for request in engines.requests] == ["sums", "sums"]
+    found = made.metrics(groups, version=0)
+    assert (
+        found["sums/rollout/reward_mean"] == found["rollout/reward_mean"] and "other/rollout/reward_mean" not in found
+    )
+    with pytest.raises(ValueError, match="policies: tags {} cannot continue from a checkpoint with {'math': 'sums'"):
+        worker(2).load_state_dict(made.state_dict())
 
 
 def test_numbers_that_the_reward_returns_are_metrics_of_the_batch():

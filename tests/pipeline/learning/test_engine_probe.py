@@ -52,7 +52,7 @@ class BigramEngines:
 
 def compared(folder: Path, engines: BigramEngines, *overrides: str) -> None:
     config = rlvr(folder, *SMALL, f"output_dir={folder}", "platform=cpu", *overrides, text=RLVR)
-    probe = EngineProbe(config, engines, BigramCluster(), SamplingParams(100), WORDS)  # type: ignore[arg-type]
+    probe = EngineProbe(config, engines, {"": BigramCluster()}, SamplingParams(100), WORDS)  # type: ignore[arg-type]
 
     async def go() -> None:
         await probe.sample()

@@ -20,6 +20,7 @@ from roll.tools.ablate.process import lock_folder
 from roll.tools.processes import run_process, tail
 from tests.configs.samples import SFT, write
 from tests.hub_server import go_online, serve_hub
+from tests.processes import PATIENCE_S
 from tests.tools.ablate.conftest import fake_run_command, read_results
 
 pytestmark = pytest.mark.slow
@@ -165,12 +166,12 @@ def test_interrupt_ends_the_trial_and_its_subprocesses(config, tmp_path):
     environment = {**os.environ, "HANG": "tis", "PYTHONPATH": str(root)}
     grid = subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment, stderr=subprocess.PIPE, text=True)
     file = out / "tis-ratio0-seed1" / "child.pid"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not (file.exists() and file.read_text()):
         assert time.monotonic() < deadline and grid.poll() is None, "the trial did not start"
         time.sleep(0.05)
     grid.send_signal(signal.SIGINT)
-    _, error = grid.communicate(timeout=60)
+    _, error = grid.communicate()
     assert grid.returncode == 130 and "run the same command again to resume" in error
     child = int(file.read_text())
     while os.path.exists(f"/proc/{child}") and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
@@ -192,7 +193,7 @@ def test_folder_that_cannot_be_created_is_rejected():
 
 def test_run_that_outlives_its_grid_keeps_the_lock(tmp_path):
     with lock_folder(tmp_path) as lock:
-        run = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[lock])
+        run = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10_000)"], pass_fds=[lock])
     with pytest.raises(ConfigError), lock_folder(tmp_path):
         pass
     run.kill()

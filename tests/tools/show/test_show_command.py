@@ -44,6 +44,22 @@ def test_partly_written_step_is_ignored(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step 4:" in show(capsys, run)
 
 
+def test_a_policy_is_asked_for_where_there_are_several_and_other_folders_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = agentic_run(tmp_path / "run", 4)
+    (run / "samples" / "logs").mkdir()
+    assert "step 4:" in show(capsys, run)
+    assert "--policy: math: the run has one policy; leave it out" in show_error(capsys, run, "--policy", "math")
+    for policy in ("math", "code"):
+        (run / "samples" / policy).mkdir()
+        (run / "samples" / policy / "step-000004.parquet").write_bytes(
+            (run / "samples" / "step-000004.parquet").read_bytes()
+        )
+    assert "--policy: there are samples of code, math; give one" in show_error(capsys, run)
+    assert "step 4:" in show(capsys, run, "--policy", "code")
+
+
 @pytest.mark.parametrize(("step", "nearest"), [(1, "4"), (6, "4 and 9"), (30, "9")])
 def test_unknown_step_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, nearest: str

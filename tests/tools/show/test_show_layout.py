@@ -15,6 +15,7 @@ from roll.tools.show.formatting import cut_middle, sanitize, sanitize_line
 from roll.tools.show.layout import CHANGED_STYLE, Texts, is_map, map_text, step_view
 from roll.tools.show.samples import SampleGroup, groups_of, read_groups
 from roll.tools.show.tokens import token_numbers
+from tests.pages import DOCS
 from tests.tools.show.dumped_runs import RIGHT, START, agentic_run, lake_groups, trajectory
 
 
@@ -52,7 +53,7 @@ def test_trajectory_is_shown_turn_by_turn_with_the_map_before_and_after(tmp_path
         "      _P_  ->  ___  <answer>Down</answer>",
         "      _O_      _O_",
         "      __G      __√",
-        "    end  score 1  terminated: ended by the environment  success 1  action_is_valid 1",
+        "    end  score 1  terminated: ended by the environment or the agent  success 1  action_is_valid 1",
     ]
 
 
@@ -162,8 +163,8 @@ def test_changed_cells_are_highlighted() -> None:
 
 
 def test_example_in_the_docs_is_current(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
-    example = page.split("## Looking at trajectories")[1].split("```")[1].strip("\n").split("\n")
+    page = (DOCS / "environments" / "trajectories.md").read_text(encoding="utf-8")
+    example = page.split("```")[1].strip("\n").split("\n")
     assert shown(tmp_path)[1 : len(example)] == example[1:]
 
 

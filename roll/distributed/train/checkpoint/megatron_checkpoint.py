@@ -91,6 +91,7 @@ def begin_save(
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
+    _allocate_optimizer_state(optimizer)  # before the first step there is none
     written_as = _format(optimizer)
     models = _models(wrapped)
     pieces: list[Piece] | None = None
@@ -175,7 +176,7 @@ def _load_pieces(folder: Path, wrapped: Sequence[DistributedDataParallel], optim
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Allocates the state of torch's Adam, which would do so on its first step, so that it can be read into."""
+    """Allocates the state of torch's Adam, which would do so on its first step, so that it can be saved or loaded."""
     for inner in (part.optimizer for part in parts(optimizer)):
         if not isinstance(inner, torch.optim.AdamW):
             continue
