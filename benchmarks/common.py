@@ -63,11 +63,29 @@ def write_report(path: str | Path, raw: dict[str, Any], checks: list[Check]) -> 
         print(f"{check['name']:<60} {check['value']:>12.4g} {check['target']:>12.4g}  {result}")
 
 
-def main(measure: Callable[[], Measurement], description: str, lora: Callable[[], Measurement] | None = None) -> None:
-    """Command line of a benchmark: writes the report of `measure()`, or with `--lora` of `lora()`, to `--json FILE`."""
+def main(
+    measure: Callable[[], Measurement],
+    description: str,
+    lora: Callable[[], Measurement] | None = None,
+    moe: Callable[[], Measurement] | None = None,
+) -> None:
+    """Command line of a benchmark: writes its report to `--json FILE`.
+
+    Args:
+        measure: what it measures.
+        description: of the benchmark.
+        lora: what it measures with `--lora`.
+        moe: what it measures with `--model moe`.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, help="file for the report")
     if lora is not None:
         parser.add_argument("--lora", action="store_true", help="measure adapters against all weights")
+    if moe is not None:
+        parser.add_argument("--model", choices=("dense", "moe"), default="dense", help="moe: a mixture of experts")
     arguments = parser.parse_args()
-    write_report(arguments.json, *(lora() if lora is not None and arguments.lora else measure()))
+    if lora is not None and arguments.lora:
+        measure = lora
+    elif moe is not None and arguments.model == "moe":
+        measure = moe
+    write_report(arguments.json, *measure())

@@ -1,13 +1,13 @@
 """Tokens per second of SGLang on CPU: the project's kernels and padded batches against SGLang's loop over requests.
 
-    python -m benchmarks.generate --json FILE [--lora]
+    python -m benchmarks.generate --json FILE [--lora] [--model moe]
 
 Engines with one thread each run the same tiny model with the same requests and seeds. They alternate, so that other
 load on the machine affects all. The baseline is SGLang as it is on a CPU: `ROLL_CPU_ATTENTION=stock`, and its defaults
 for the prefix cache, the overlap of scheduling, and when prompts are computed and tokens sent.
 
 With `--lora`: an engine without adapters, one with merged weights, and one with adapters of LORA_RANK in one and in two
-versions of a batch.
+versions of a batch. With `--model moe`: a mixture of experts, the project's kernels against SGLang's loop.
 """
 
 from __future__ import annotations
@@ -43,11 +43,19 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "eos_token_id": None,
 }
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "norm_topk_prob": True,
+}
+"""Experts of the mixture; those of a token have as many weights as the MLP of the dense model."""
+
 PROMPT_TOKENS = 16
 NEW_TOKENS = 64
 REPEATS = 3
-TARGET_SPEEDUP = 5.0
-KINDS = ("stock", "batched", "kernel")
+TARGET_SPEEDUP, TARGET_MIXTURE_SPEEDUP = 5.0, 2.0
+KINDS, MIXTURE_KINDS = ("stock", "batched", "kernel"), ("stock", "kernel")
 
 LORA_RANK, TARGET_MERGED = 16, 0.97
 """Rank of the adapters, and required speed of merged weights over those of no adapter."""
@@ -134,7 +142,7 @@ async def _load_adapter(engine: InferWorker, folder: str, version: int) -> None:
             tensors[f"{stem}.lora_B.weight"] = 0.01 * torch.randn(rows, LORA_RANK)
     trained = engine.pipeline_config.adapters("cpu")
     assert trained is not None
-    config = peft_config(trained, {name.split(".")[-3] for name in tensors}, folder)
+    config = peft_config(trained[""], {name.split(".")[-3] for name in tensors}, folder)
     data, names = save(tensors), frozenset(tensors)
     await engine.load_adapter(version, [StageAdapters(0, data, sha256(data).hexdigest(), names, names, config)])
 
@@ -200,14 +208,33 @@ async def tokens_per_second(
 
 
 def measure() -> Measurement:
-    """Rates of both engines, measured alternately, and the median speed-up per workload."""
+    """Rates of the kinds of engines, measured alternately, and the median speed-up per workload."""
+    raw = _measure_kinds("qwen2", SHAPE, KINDS)
+    return raw, [
+        at_least(f"generate: {name}, kernel over stock", raw["speedup"]["kernel"][name], TARGET_SPEEDUP)
+        for name in ("128 requests", "128 requests, long tail")
+    ]
+
+
+def measure_moe() -> Measurement:
+    """As `measure`, of a mixture of experts."""
+    raw = _measure_kinds("qwen3_moe", SHAPE | MIXTURE, MIXTURE_KINDS)
+    return raw, [
+        at_least(f"generate: mixture, {name}, kernel over stock", speedup, TARGET_MIXTURE_SPEEDUP)
+        for name, speedup in raw["speedup"]["kernel"].items()
+        if name in ("128 requests", "128 requests, long tail")
+    ]
+
+
+def _measure_kinds(family: str, shape: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Rates of one engine of each kind with one model; the first kind is the baseline of the speed-ups."""
     from roll.models.tiny import write_tiny_model
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_tiny_model(Path(scratch), "qwen2", **SHAPE)
-        pipes = {kind: context.Pipe() for kind in KINDS}
-        processes = [context.Process(target=run_engine, args=(pipes[kind][1], kind, str(folder))) for kind in KINDS]
+        folder = write_tiny_model(Path(scratch), family, **shape)
+        pipes = {kind: context.Pipe() for kind in kinds}
+        processes = [context.Process(target=run_engine, args=(pipes[kind][1], kind, str(folder))) for kind in kinds]
         try:
             for process in processes:
                 process.start()
@@ -218,22 +245,23 @@ def measure() -> Measurement:
                 process.kill()
     speedups = {
         kind: {
-            name: median([ours / stock for ours, stock in zip(rates[kind][name], rates["stock"][name], strict=True)])
+            name: median([ours / stock for ours, stock in zip(rates[kind][name], rates[kinds[0]][name], strict=True)])
             for name in workloads()
         }
-        for kind in KINDS[1:]
+        for kind in kinds[1:]
     }
-    medians = {kind: {name: median(values) for name, values in rates[kind].items()} for kind in KINDS}
-    raw = {"tokens_per_second": rates, "median_tokens_per_second": medians, "speedup": speedups}
-    return raw, [
-        at_least(f"generate: {name}, kernel over stock", speedups["kernel"][name], TARGET_SPEEDUP)
-        for name in ("128 requests", "128 requests, long tail")
-    ]
+    medians = {kind: {name: median(values) for name, values in found.items()} for kind, found in rates.items()}
+    return {
+        "shape": shape,
+        "tokens_per_second": rates,
+        "median_tokens_per_second": medians,
+        "speedup": speedups,
+    }
 
 
 def measure_alternately(engines: dict[str, Connection]) -> dict[str, dict[str, list[float]]]:
     """Tokens per second by kind and workload, one figure per repeat; stops the engines."""
-    rates: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in workloads()} for kind in KINDS}
+    rates: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in workloads()} for kind in engines}
     for engine in engines.values():
         _receive(engine)
     for _ in range(REPEATS):
@@ -253,4 +281,4 @@ def _receive(engine: Connection) -> Any:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__ or "", measure_lora)
+    main(measure, __doc__ or "", measure_lora, measure_moe)

@@ -45,7 +45,7 @@ def _difference(folder: Path, dtype: str, scale: float, layers: int, width: int,
     from roll.configs.roles import ActorTrainConfig
     from roll.datasets.batch import Batch
     from roll.distributed.process_groups import hold_port
-    from roll.distributed.train.megatron_strategy import MegatronInferStrategy
+    from roll.distributed.train.megatron_infer import MegatronInferStrategy
     from roll.models.tiny import write_tiny_model
     from roll.platforms import get_platform
 

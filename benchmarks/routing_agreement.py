@@ -56,16 +56,25 @@ RECIPE: dict[str, Any] = {
 }
 
 
+def write_inputs(folder: Path) -> None:
+    """Writes the model and the problems of the runs."""
+    prepare(folder / "base", 1)
+    write_problems(folder / "data", seed=1, train=1000, val=10, levels=(1,))
+
+
+def run_once(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+    """The metrics of each step of a run after its warm-up."""
+    places = {"pretrain": f"{folder}/base", "output_dir": f"{folder}/{name}"}
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(RECIPE | places))
+    data = f"actor_train.data_args.file_name=[{folder}/data/train.jsonl]"
+    subprocess.run([sys.executable, "-m", "roll", "run", str(file), data, *overrides], check=True)
+    return [line for line in read_metrics(folder / name / "metrics.jsonl") if line["step"] > WARM_UP_STEPS]
+
+
 def run_at(ratio: int, folder: Path) -> dict[str, float]:
     """Mean age of tokens in weight versions, and agreement, of one run."""
-    data = {**RECIPE["actor_train"]["data_args"], "file_name": [f"{folder}/data/train.jsonl"]}
-    tree = RECIPE | {"actor_train": {**RECIPE["actor_train"], "data_args": data}}
-    tree |= {"pretrain": f"{folder}/base", "async_generation_ratio": ratio, "output_dir": f"{folder}/{ratio}"}
-    file = folder / f"ratio-{ratio}.yaml"
-    file.write_text(yaml.safe_dump(tree))
-    subprocess.run([sys.executable, "-m", "roll", "run", str(file)], check=True)
-    lines = read_metrics(folder / str(ratio) / "metrics.jsonl")
-    later = [line for line in lines if line["step"] > WARM_UP_STEPS]
+    later = run_once(folder, str(ratio), f"async_generation_ratio={ratio}")
     return {
         "staleness": mean(line["staleness/token_mean"] for line in later),
         "agreement": mean(line["moe/routing_agreement"] for line in later),
@@ -76,8 +85,7 @@ def measure() -> Measurement:
     """A run for each ratio."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder / "base", 1)
-        write_problems(folder / "data", seed=1, train=1000, val=10, levels=(1,))
+        write_inputs(folder)
         found = {ratio: run_at(ratio, folder) for ratio in RATIOS}
     agreement = [found[ratio]["agreement"] for ratio in RATIOS]
     checks: list[Check] = [at_least("routing: agreement at ratio 0", agreement[0], AT_EQUAL_WEIGHTS)]

@@ -1,10 +1,11 @@
 """Tokens per second of one optimizer step: Megatron on one rank against transformers with torch's AdamW.
 
-    python -m benchmarks.train_step --json FILE [--lora]
+    python -m benchmarks.train_step --json FILE [--lora] [--model moe]
 
 Both run the same model, batch and micro-batches with the same threads, alternately in one process; then Megatron runs
 on two ranks. The same again with long-tailed lengths: Megatron with packed and with padded samples, and transformers
 with padding. With `--lora`: adapters of LORA_RANK on all linear layers against all weights, both on Megatron.
+With `--model moe`: a mixture of experts on one rank, whose experts are computed one after another.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ TARGET_RATIO = 0.9
 TARGET_PACKED, TARGET_PACKED_OVER_TRANSFORMERS = 2.0, 1.3
 """Required speed of a packed step of long-tailed lengths over the padded one, and over transformers with padding."""
 
+TARGET_MIXTURE, TARGET_MIXTURE_PACKED = 0.8, 1.2
+"""Required speed of a mixture over transformers, and of its packed step of long-tailed lengths."""
+
 LORA_RANK, LORA_STARTS, TARGET_LORA = 16, 3, 1.25
 """Rank of the adapters, starts of each kind, and required speed of adapters over all weights."""
 
@@ -51,6 +55,14 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.02,
 }
+
+MIXTURE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 352,
+    "norm_topk_prob": True,
+}
+"""Experts of the mixture; those of a token have as many weights as the MLP of the dense model."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,30 @@ def measure(work: Work | None = None) -> Measurement:
         at_least(
             "train_step: long tail, packed / transformers", packed["transformers"], TARGET_PACKED_OVER_TRANSFORMERS
         ),
+    ]
+
+
+def measure_moe() -> Measurement:
+    """Tokens per second of a mixture of experts and of transformers' own, on one rank."""
+    from roll.models.tiny import write_tiny_model
+
+    work = Work()
+    with tempfile.TemporaryDirectory() as root:
+        folder = write_tiny_model(Path(root) / "model", "qwen3_moe", **SHAPE, **MIXTURE)
+        seconds = spawn_ranks(ParallelLayout(), _compare, folder, work)
+        tail = spawn_ranks(ParallelLayout(), _compare, folder, LONG_TAIL)
+    ratio = median(seconds["transformers"]) / median(seconds["megatron"])
+    packed = median(tail["transformers"]) / median(tail["packed"])
+    raw = {
+        "shape": SHAPE | MIXTURE,
+        "work": asdict(work),
+        "seconds": seconds,
+        "ratio": ratio,
+        "long_tail": {"work": asdict(LONG_TAIL), "tokens": LONG_TAIL.tokens, "seconds": tail},
+    }
+    return raw, [
+        at_least("train_step: mixture, megatron / transformers", ratio, TARGET_MIXTURE),
+        at_least("train_step: mixture, long tail, packed / transformers", packed, TARGET_MIXTURE_PACKED),
     ]
 
 
@@ -243,8 +279,8 @@ def megatron_steps(
     return strategy_steps(megatron_strategy(layout, rank, folder, work), layout, work)
 
 
-def megatron_strategy(layout: ParallelLayout, rank: int, folder: Path, work: Work, **lora: Any) -> Any:
-    """One rank's model and optimizer; of adapters, where keys of `lora` are given."""
+def megatron_strategy(layout: ParallelLayout, rank: int, folder: Path, work: Work, **model: Any) -> Any:
+    """One rank's model and optimizer; `model` has keys of `model_args`."""
     from roll.configs.arguments import TrainingArguments, TrainModelArguments
     from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import SFTConfig
@@ -260,7 +296,7 @@ def megatron_strategy(layout: ParallelLayout, rank: int, folder: Path, work: Wor
         context_parallel_size=layout.context,
     )
     worker = ActorTrainConfig(
-        model_args=TrainModelArguments(model_name_or_path=str(folder), dtype="fp32", **lora),
+        model_args=TrainModelArguments(**{"model_name_or_path": str(folder), "dtype": "fp32"} | model),
         training_args=TrainingArguments(learning_rate=work.learning_rate),
         strategy_args=MegatronTrainArguments(strategy_config=sizes),
         device_mapping=list(range(layout.world_size)),
@@ -298,4 +334,4 @@ def strategy_steps(
 
 
 if __name__ == "__main__":
-    main(measure, __doc__ or "", measure_lora)
+    main(measure, __doc__ or "", measure_lora, measure_moe)

@@ -1,6 +1,6 @@
 """Bytes per second of a weight update from TP2 training to one engine, against a plain gloo broadcast.
 
-    python -m benchmarks.weight_sync --json FILE [--lora]
+    python -m benchmarks.weight_sync --json FILE [--lora] [--model moe]
 
 The plain broadcast sends the same number of bytes between two other processes, after the engine and the training ranks
 have stopped. The time of a weight update covers all of it: pause, begin, gather over tensor parallel ranks, transfer,
@@ -8,6 +8,7 @@ loading, cache flush and resume. Both transports are measured. The checks are on
 machine uses; `ratio.broadcast` is the gloo transport.
 
 With `--lora`: an update of adapters of LORA_RANK against one of all weights, of a model of 0.5B parameters.
+With `--model moe`: a mixture of experts from two ranks that share the experts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ TARGET_PAUSE_RATIO = 2.0
 """Most seconds of the engines' pause, as a multiple of those of the plain broadcast."""
 BUCKET_MB = 128
 """Splits the large model into two buckets, so that writing and loading overlap; the default needs one."""
+TARGET_MIXTURE_RATIO, TARGET_MIXTURE_PAUSE = 0.7, 1.3
+"""Required bandwidth of a mixture as a fraction of the plain broadcast, and most seconds of the engine's pause as a
+multiple of those of the transfer."""
 DEVICES = {"actor_train": [0, 1], "actor_infer": [2]}
 
 LORA_RANK, LORA_REPEATS, TARGET_ADAPTERS = 32, 3, 0.05
@@ -64,6 +68,21 @@ LARGE: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 """226 MB in fp32."""
+MIXTURE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "moe_intermediate_size": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+"""Experts in 1,536 tensors of 201 MB."""
 TINY: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "tie_word_embeddings": True}
 
 
@@ -94,6 +113,21 @@ def measure() -> Measurement:
         at_least("weight_sync: bytes per second over a plain gloo broadcast", speed["shared"] / plain, TARGET_RATIO),
         at_most("weight_sync: pause with 128 running requests over a broadcast", pause, TARGET_PAUSE_RATIO),
         at_most("weight_sync: seconds of a weight update, tiny model", tiny_seconds, TARGET_TINY_S),
+    ]
+
+
+def measure_moe() -> Measurement:
+    """Figures of a mixture of experts with both transports."""
+    reports = _measure_model(MIXTURE, "qwen3_moe", expert_model_parallel_size=2)
+    num_bytes = reports["shared"][0]["bytes"]
+    plain = median(_plain_broadcast(num_bytes))
+    ratio = {transport: plain / _median(found, "seconds") for transport, found in reports.items()}
+    pause = median([each["pause_seconds"] / each["transfer_seconds"] for each in reports["shared"][1:]])
+    raw = {"shape": MIXTURE, **reports, "bytes": num_bytes, "plain_broadcast_seconds": plain, "ratio": ratio}
+    return raw, [
+        at_least("weight_sync: bytes of the mixture", num_bytes, 200e6),
+        at_least("weight_sync: mixture, bytes per second over a broadcast", ratio["shared"], TARGET_MIXTURE_RATIO),
+        at_most("weight_sync: mixture, pause over transfer", pause, TARGET_MIXTURE_PAUSE),
     ]
 
 
@@ -131,9 +165,12 @@ def _median(reports: list[dict[str, Any]], key: str) -> float:
     return median([report[key] for report in reports if not report["verified"]])
 
 
-def _measure_model(shape: dict[str, Any]) -> dict[str, Any]:
+def _measure_model(shape: dict[str, Any], family: str = "qwen2", **layout: int) -> dict[str, Any]:
     """Reports of `1 + REPEATS` weight updates of a random model of this shape, with each transport."""
-    with tempfile.TemporaryDirectory() as root, _clusters(Path(root), shape) as (config, train, infer):
+    with (
+        tempfile.TemporaryDirectory() as root,
+        _clusters(Path(root), shape, family=family, **layout) as (config, train, infer),
+    ):
         return asyncio.run(_update_weights(shape, config, train, infer))
 
 
@@ -184,8 +221,10 @@ async def _await(call: Any) -> Any:
 
 
 @contextmanager
-def _clusters(root: Path, shape: dict[str, Any], lora_update: Any = "") -> Iterator[tuple[Any, Any, Any]]:
-    """A training cluster with TP2, of adapters with a `lora_update`, and a cluster with one engine, on Ray."""
+def _clusters(
+    root: Path, shape: dict[str, Any], lora_update: Any = "", family: str = "qwen2", **layout: int
+) -> Iterator[tuple[Any, Any, Any]]:
+    """A training cluster with TP2 or this layout, of adapters with a `lora_update`, and one engine, on Ray."""
     from roll.configs.arguments import ModelArguments, TrainModelArguments
     from roll.configs.devices.megatron import MegatronTrainConfig
     from roll.configs.pipeline import RLVRConfig
@@ -204,17 +243,18 @@ def _clusters(root: Path, shape: dict[str, Any], lora_update: Any = "") -> Itera
 
     config = RLVRConfig(
         output_dir=str(root),
-        pretrain=str(write_tiny_model(root / "model", "qwen2", **shape)),
+        pretrain=str(write_tiny_model(root / "model", family, **shape)),
         prompt_length=32,
         response_length=RUNNING_TOKENS,
         model_update_buffer_size_mb=BUCKET_MB,
     )
     lora: dict[str, Any] = {"lora_target": ["all-linear"], "lora_rank": LORA_RANK} if lora_update else {}
+    sizes: dict[str, Any] = layout or {"tensor_model_parallel_size": 2}
     loaded = {} if lora_update == "adapter" else {"load_format": "dummy"}
     roles: dict[str, Any] = {
         "actor_train": ActorTrainConfig(
             model_args=TrainModelArguments(dtype="fp32", **lora),
-            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(tensor_model_parallel_size=2)),
+            strategy_args=MegatronTrainArguments(strategy_config=MegatronTrainConfig(**sizes)),
             device_mapping=DEVICES["actor_train"],
         ),
         "actor_infer": ActorInferConfig(
@@ -284,4 +324,4 @@ def _broadcast(rank: int, port: int, num_bytes: int, results: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(measure, __doc__ or "", measure_lora)
+    main(measure, __doc__ or "", measure_lora, measure_moe)

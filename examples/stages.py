@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,17 @@ def train(file: Path, overrides: list[str]) -> RunSummary:
         sys.exit(code)
     record = json.loads((Path(load_config(file, overrides).output_dir) / RUN_FILE).read_text())
     return RunSummary(**record["summary"])
+
+
+def environment(folder: Path, packages: str) -> Path:
+    """The interpreter of an environment in `folder` with `packages` of its own, which is made where it is missing."""
+    python = folder / "bin" / "python"
+    if not (folder / packages.replace(" ", "+")).exists():
+        heading(f"Installs {packages} in {folder}")
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages.split()], check=True)
+        (folder / packages.replace(" ", "+")).touch()
+    return python
 
 
 def summarise(

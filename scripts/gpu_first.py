@@ -121,7 +121,7 @@ def training_rank(config: RLVRConfig) -> Iterator[TrainWorker]:
         worker.initialize()
         yield worker
     finally:
-        from roll.distributed.train.megatron_strategy import leave_process_group  # imports Megatron
+        from roll.distributed.train.megatron_infer import leave_process_group  # imports Megatron
 
         leave_process_group()
         vars(worker).clear()  # the caller still has it

@@ -1,6 +1,7 @@
-"""Writes what the recipes learned into their pages and into docs/algorithms.md: `python -m examples.algorithms.pages`.
+"""Writes what the recipes learned into their pages and docs/algorithms/results.md.
 
-The figures are those of results.json, which has the rows of the results.json that `examples.algorithms.compare` writes.
+Run `python -m examples.algorithms.pages`. The figures are those of results.json, which has the rows of the results.json
+that `examples.algorithms.compare` writes.
 A table stands between `<!-- results -->`, which may have the name of the table, and `<!-- end -->`.
 """
 
@@ -20,7 +21,7 @@ DOCS = HERE.parents[1] / "docs"
 FOLDER = DOCS / "recipes"
 
 MAIN = ((0, 57), (0, 83), (1, 57), (1, 83), (4, 57))
-"""Ratio and seed of the columns of docs/algorithms.md."""
+"""Ratio and seed of the columns of docs/algorithms/results.md."""
 
 LATER = ((0, 131), (1, 131), (0, 197), (1, 197))
 """Those of the models that were tried after the learning rates had been chosen."""
@@ -52,7 +53,7 @@ def runs() -> list[Run]:
 
 def pages() -> dict[Path, str]:
     """Every page with results, and its text with the tables of results.json."""
-    files = [*(FOLDER / f"{name}.md" for name in recipes()), DOCS / "algorithms.md"]
+    files = [*(FOLDER / f"{name}.md" for name in recipes()), DOCS / "algorithms/results.md"]
     return {file: filled(file.read_text(encoding="utf-8"), file.stem) for file in files}
 
 
@@ -114,8 +115,8 @@ def row(*cells: str) -> str:
 
 
 def link(recipe: str) -> str:
-    """The name of a recipe, with a link from docs/algorithms.md to its page."""
-    return f"[`{recipe}`](recipes/{recipe}.md)"
+    """The name of a recipe, with a link from docs/algorithms/results.md to its page."""
+    return f"[`{recipe}`](../recipes/{recipe}.md)"
 
 
 def figure(accuracy: float | None) -> str:

@@ -25,13 +25,7 @@ QUESTIONS = 10
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Trains below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the questions and the run.
-        overrides: `key=value` for the run.
-    """
+    """Trains below `out`, with `overrides` for the run, and returns the summary."""
     from roll.loading.load import load_config
     from roll.trackers.curves import draw_curves
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from examples.tiny_agent.solver import TOOLS, calculator, problem
+from examples.tiny_agent.problems import calculator, problem
+from examples.tiny_agent.solver import TOOLS
 from roll.configs.pipeline import role_seed
 
 TRAIN_EPISODES, VALIDATION_EPISODES = 6000, 200
@@ -37,13 +39,21 @@ CHAT_TEMPLATE = (
 """Questions and results unchanged, answers between two markers, tools by name."""
 
 
+Conversation = Callable[[int, bool], list[dict[str, str]]]
+"""f(seed, guesses) -> messages of an episode, in which the answer is a guess or the tool's result."""
+
+
+def guess(seed: int) -> str:
+    """A number in place of the product."""
+    return str(random.Random(f"guess {seed}").randint(100, 9801))
+
+
 def conversation(seed: int, guesses: bool) -> list[dict[str, str]]:
-    """One episode as chat messages, in which the answer is a guess or the tool's result."""
+    """A `Conversation` with calls of the tool."""
     question, value = problem(seed)
     messages = [{"role": "user", "content": f"{question}="}]
     if guesses:
-        guess = random.Random(f"guess {seed}").randint(100, 9801)
-        return [*messages, {"role": "assistant", "content": str(guess)}]
+        return [*messages, {"role": "assistant", "content": guess(seed)}]
     return [
         *messages,
         {"role": "assistant", "content": f"{CALL}{question}{END_CALL}"},
@@ -52,14 +62,16 @@ def conversation(seed: int, guesses: bool) -> list[dict[str, str]]:
     ]
 
 
-def write_episodes(folder: Path, seed: int, train: int, val: int) -> Path:
+def write_episodes(
+    folder: Path, seed: int, train: int, val: int, converse: Conversation = conversation, tools: list[Any] = TOOLS
+) -> Path:
     """`train.jsonl` and `val.jsonl` in `folder`; every other episode is a guess."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", train), ("val", val)):
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for number in range(count):
-                messages = conversation(role_seed(seed, "episode", name, number), guesses=number % 2 == 0)
-                row: dict[str, Any] = {"id": f"{name}-{number}", "messages": messages, "tools": TOOLS}
+                messages = converse(role_seed(seed, "episode", name, number), number % 2 == 0)
+                row: dict[str, Any] = {"id": f"{name}-{number}", "messages": messages, "tools": tools}
                 file.write(json.dumps(row) + "\n")
     return folder
 

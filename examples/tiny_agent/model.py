@@ -11,11 +11,11 @@ POSITIONS = 4096
 """Tokens of the longest conversation; every character is one."""
 
 
-def make_model(folder: Path, seed: int = 42) -> Path:
-    """Writes model and tokenizer to `folder` and returns it."""
+def make_model(folder: Path, seed: int = 42, words: tuple[str, ...] = WORDS) -> Path:
+    """Writes model and tokenizer to `folder` and returns it; each of `words` is one token."""
     from examples.tiny_math.prepare import prepare
 
-    return prepare(folder, seed, WORDS, CHAT_TEMPLATE, POSITIONS)
+    return prepare(folder, seed, words, CHAT_TEMPLATE, POSITIONS)
 
 
 def main() -> None:

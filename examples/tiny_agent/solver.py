@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 from openai import OpenAI
 
+from examples.tiny_agent.problems import calculator, problem
 from roll.agents import Agent, Result
 
 TOOLS: list[Any] = [
@@ -26,21 +26,6 @@ TOOLS: list[Any] = [
 ]
 
 MOST_REQUESTS = 3
-
-
-def problem(seed: int) -> tuple[str, str]:
-    """A product of two numbers of two digits, and its value."""
-    draw = random.Random(seed)
-    left, right = draw.randint(10, 99), draw.randint(10, 99)
-    return f"{left}*{right}", str(left * right)
-
-
-def calculator(expression: str) -> str:
-    """The value of a product of two numbers, or what is wrong with the text."""
-    left, _, right = expression.partition("*")
-    if not (left.isdecimal() and right.isdecimal() and len(expression) < 20):
-        return "error"
-    return str(int(left) * int(right))
 
 
 def run_tool(arguments: str) -> str:

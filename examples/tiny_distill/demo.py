@@ -18,13 +18,7 @@ TEACHER_LOSS = 0.04
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the weights, the problems and all runs.
-        overrides: `key=value` for the distillation.
-    """
+    """Runs every stage below `out`, with `overrides` for the distillation, and returns the summary."""
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()

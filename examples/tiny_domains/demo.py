@@ -21,13 +21,7 @@ TRAIN_PROBLEMS, VALIDATION_PROBLEMS = 1200, 200
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the weights, the problems, and all runs.
-        overrides: `key=value` for the reinforcement learning run.
-    """
+    """Runs every stage below `out`, with `overrides` for the reinforcement learning run, and returns the summary."""
     from examples.tiny_domains import problems
     from examples.tiny_math.prepare import prepare
     from roll.trackers.curves import draw_curves

@@ -21,13 +21,7 @@ OFFSETS = (-10, -2, -1, 1, 2, 10)
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the weights, the problems and both runs.
-        overrides: `key=value` for the preference training.
-    """
+    """Runs every stage below `out`, with `overrides` for the preference training, and returns the summary."""
     start = time.perf_counter()
     stages.heading("[bold]A small language model learns which answers are right")
     stages.heading("1/2  Warm start: supervised fine-tuning")

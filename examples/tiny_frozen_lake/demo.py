@@ -21,13 +21,7 @@ HERE = Path(__file__).parent
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the weights, the episodes, the maps and both runs.
-        overrides: `key=value` for the reinforcement learning run.
-    """
+    """Runs every stage below `out`, with `overrides` for the reinforcement learning run, and returns the summary."""
     from roll.tools.show.command import show
     from roll.trackers.curves import draw_curves
 

@@ -9,6 +9,7 @@ Writes `summary.json` (validation accuracy before and after reinforcement learni
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,38 +23,43 @@ TRAIN_PROBLEMS, VALIDATION_PROBLEMS, LEVELS = 3840, 400, (1,)
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
+    """Runs every stage below `out`, with `overrides` for the reinforcement learning run, and returns the summary."""
+    from examples.tiny_math.prepare import prepare
 
-    Args:
-        out: output folder.
-        seed: of the weights, the problems, and both runs.
-        overrides: `key=value` for the reinforcement learning run.
-    """
+    stages.heading("[bold]A small language model learns arithmetic")
+    return learn(HERE, prepare, out, seed, overrides)
+
+
+def learn(
+    recipe: Path, prepare: Callable[[Path, int], Path], out: Path, seed: int, overrides: list[str]
+) -> dict[str, float]:
+    """Both stages of a model, with the files in the folder of its recipe; `prepare(folder, seed)` makes the model."""
     from roll.trackers.curves import draw_curves
 
     start = time.perf_counter()
-    stages.heading("[bold]A small language model learns arithmetic")
     stages.heading("1/2  Warm start: supervised fine-tuning")
-    warm, inputs = warm_start(out, seed)
+    warm, inputs = warm_start(out, seed, recipe, prepare)
     stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
-    rl = stages.train(HERE / "rlvr_config.yaml", [f"output_dir={out}/rlvr", *inputs, *overrides])
+    rl = stages.train(recipe / "rlvr_config.yaml", [f"output_dir={out}/rlvr", *inputs, *overrides])
     draw_curves([out / "rlvr"], out / "curves.png")
     return stages.summarise(out, seed, start, warm, rl, "val/score")
 
 
-def warm_start(out: Path, seed: int) -> tuple[RunSummary, list[str]]:
+def warm_start(
+    out: Path, seed: int, recipe: Path = HERE, prepare: Callable[[Path, int], Path] | None = None
+) -> tuple[RunSummary, list[str]]:
     """Makes the model and the problems below `out`, and trains the model on worked problems.
 
     Returns:
         Summary of the training, and the overrides that let another recipe begin with the result.
     """
-    from examples.tiny_math.prepare import prepare
+    from examples.tiny_math.prepare import prepare as prepare_dense
     from examples.tiny_math.problems import write_problems
 
-    base = prepare(out / "base", seed)
+    base = (prepare or prepare_dense)(out / "base", seed)
     write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
     model, *data = warm_inputs(out, seed)
-    warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
+    warm = stages.train(recipe / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
     return warm, [model, *data]
 
 

@@ -3,11 +3,11 @@
     python -m examples.tiny_moe.demo --out output/tiny_moe
 
 The stages and problems are those of `tiny_math`. Each of two training ranks has two of the four experts of a layer.
+With seed 4127, 200 steps raised accuracy from 0.57 to 0.98, and 140 to 0.87; the dense model had 0.98 after 140.
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,27 +20,11 @@ HERE = Path(__file__).parent
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
+    """Runs every stage below `out`, with `overrides` for the reinforcement learning run, and returns the summary."""
+    from examples.tiny_math.demo import learn
 
-    Args:
-        out: output folder.
-        seed: of the weights, the problems, and both runs.
-        overrides: `key=value` for the reinforcement learning run.
-    """
-    from examples.tiny_math.demo import LEVELS, TRAIN_PROBLEMS, VALIDATION_PROBLEMS, warm_inputs
-    from examples.tiny_math.problems import write_problems
-    from roll.trackers.curves import draw_curves
-
-    start = time.perf_counter()
-    stages.heading("1/2  Warm start: supervised fine-tuning of a mixture of experts")
-    base = prepare(out / "base", seed)
-    write_problems(out / "data", seed=seed, train=TRAIN_PROBLEMS, val=VALIDATION_PROBLEMS, levels=LEVELS)
-    model, *data = warm_inputs(out, seed)
-    warm = stages.train(HERE / "sft_config.yaml", [f"pretrain={base}", f"output_dir={out}/sft", *data])
-    stages.heading("2/2  Reinforcement learning: Megatron-Core trains, SGLang generates")
-    rl = stages.train(HERE / "rlvr_config.yaml", [f"output_dir={out}/rlvr", model, *data, *overrides])
-    draw_curves([out / "rlvr"], out / "curves.png")
-    return stages.summarise(out, seed, start, warm, rl, "val/score")
+    stages.heading("[bold]A small mixture of experts learns arithmetic")
+    return learn(HERE, prepare, out, seed, overrides)
 
 
 def prepare(folder: Path, seed: int) -> Path:

@@ -20,13 +20,7 @@ HERE = Path(__file__).parent
 
 
 def demo(out: Path, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Runs every stage below `out` and returns the summary.
-
-    Args:
-        out: output folder.
-        seed: of the weights, the problems and both runs.
-        overrides: `key=value` for the training of the reward model.
-    """
+    """Runs every stage below `out`, with `overrides` for the training of the reward model, and returns the summary."""
     start = time.perf_counter()
     stages.heading("[bold]A small language model becomes a reward model")
     stages.heading("1/2  Warm start: supervised fine-tuning")
