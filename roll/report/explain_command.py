@@ -7,7 +7,7 @@ from pathlib import Path
 
 from roll.base.errors import RunError
 from roll.base.terminal import make_console
-from roll.report.read import Run, read_run
+from roll.report.read import of_policy, read_run
 from roll.report.text import said
 from roll.tools.show.samples import choose_step
 from roll.tools.terminal import option_error
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the explanation; exit code 1 where the loss is not the one that the run logged."""
     from roll.report.explain import explain, views
 
-    found = _of_policy(read_run(arguments.run), arguments.policy)
+    found = of_policy(read_run(arguments.run), arguments.policy)
     step = choose_step(found.dumped, arguments.step, found.dump or arguments.run)
     try:
         explained = explain(found, step)
@@ -39,11 +39,3 @@ def run(arguments: argparse.Namespace) -> int:
     for part in views(found, explained):
         console.print(part, highlight=False)
     return 0
-
-
-def _of_policy(found: Run, name: str | None) -> Run:
-    of_name = {each.policy: each for each in found.policies} or {"": found}
-    if (name or "") not in of_name:
-        known = ", ".join(each.policy for each in found.policies) or "none, the run has one policy"
-        raise option_error("--policy", f"{name or 'is not given'}: the policies are {known}")
-    return of_name[name or ""]

@@ -183,6 +183,19 @@ def read_run(folder: Path, now: float | None = None) -> Run:
     )
 
 
+def of_policy(found: Run, name: str | None) -> Run:
+    """The run as the policy of this name sees it; a run of one policy as it is, without a name.
+
+    Raises:
+        ConfigError: it has several policies and this is none of them.
+    """
+    of_name = {each.policy: each for each in found.policies} or {"": found}
+    if (name or "") not in of_name:
+        known = ", ".join(each.policy for each in found.policies) or "none, the run has one policy"
+        raise option_error("--policy", f"{name or 'is not given'}: the policies are {known}")
+    return of_name[name or ""]
+
+
 def is_number(value: object) -> bool:
     """Whether a value of a file is a number that can be computed with: a sum of such numbers is finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST

@@ -25,7 +25,7 @@ from zlib import crc32
 from roll.base.errors import ConfigError
 from roll.report.history import histograms, lanes
 from roll.report.page import LIVE_SCRIPTS, RUN_PARTS, make_page, run_curves
-from roll.report.read import DIED, ENDED, WAITING, Run, read_run
+from roll.report.read import DIED, ENDED, WAITING, Run, of_policy, read_run
 from roll.report.samples import step_groups, token_pieces
 from roll.report.text import static_text, text
 from roll.tools.terminal import integer, option_error
@@ -49,6 +49,7 @@ WORDS = "live_running live_ended f_died live_waiting live_gone live_replaced liv
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `roll watch`."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="output_dir of a run, which may not exist yet")
+    parser.add_argument("--policy", metavar="NAME", help="of several policies, the one that is shown")
     parser.add_argument("--port", type=integer(0), default=0, metavar="PORT", help="on loopback (default: a free one)")
 
 
@@ -56,10 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until Ctrl-C.
 
     Raises:
-        ConfigError: the port cannot be used.
+        ConfigError: the port cannot be used, or the run has no such policy.
     """
+    if arguments.policy and arguments.run.is_dir():
+        of_policy(read_run(arguments.run), arguments.policy)
     try:
-        server = WatchServer(arguments.run, arguments.port)
+        server = WatchServer(arguments.run, arguments.port, arguments.policy)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or "is not a port"
         raise option_error("--port", f"{arguments.port}: {reason}; leave it out to get a free one") from None
@@ -71,14 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class WatchedRun:
-    """The run in a folder, read again when its files changed; usable from several threads.
+    """The run in a folder, or a policy of it, read again when its files changed; usable from several threads.
 
     A page names the run that it shows by `_number`, which counts the runs that were seen here, from 1. `_rewinds`
     counts how often a run took lines back, as it does when it continues from a checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lock = folder, threading.Lock()
+    def __init__(self, folder: Path, policy: str | None = None) -> None:
+        self._folder, self._policy, self._lock = folder, policy, threading.Lock()
         self._now: Run | None = None
         self._last: Run | None = None
         self._parts: Mapping[str, str] = {}
@@ -127,7 +130,8 @@ class WatchedRun:
         if stamp != self._stamp and start >= self._due:
             self._stamp = stamp
             try:
-                self._now = self._take(read_run(self._folder))
+                found = read_run(self._folder)
+                self._now = self._take(of_policy(found, self._policy) if self._policy else found)
             except (ConfigError, OSError):
                 self._now = None
             self._due = monotonic() + 9 * (thread_time() - used)
@@ -152,9 +156,9 @@ def _continues(before: Run, after: Run) -> bool:
 class WatchServer(ThreadingHTTPServer):
     """Serves a run on this machine; the URL holds a random token, without which every request is refused."""
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    def __init__(self, folder: Path, port: int = 0, policy: str | None = None) -> None:
         super().__init__((LOOPBACK, port), _Handler)
-        self.watched, self.token = WatchedRun(folder), secrets.token_urlsafe(16)
+        self.watched, self.token = WatchedRun(folder, policy), secrets.token_urlsafe(16)
         self.url = f"http://{LOOPBACK}:{self.server_port}/{self.token}/"
         hashes = [b64encode(sha256(static_text(name).encode()).digest()).decode() for name in LIVE_SCRIPTS]
         scripts = " ".join(f"'sha256-{each}'" for each in hashes)

@@ -21,7 +21,7 @@ from roll.report.read import Run, read_run
 from roll.report.text import TEXTS
 from roll.report.watch import WatchedRun, WatchServer
 from tests.report.runs import append, row, sample, write_run
-from tests.report.test_page import HOSTILE, payload
+from tests.report.test_page import HOSTILE, of_policies, payload
 
 
 @pytest.fixture
@@ -106,11 +106,25 @@ def test_an_open_page_gets_what_it_lacks_and_nothing_twice(tmp_path: Path, monke
     assert "&lt;/script&gt;" in news["parts"]["findings"] and "<script>" not in news["parts"]["findings"]
 
 
-def unpaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
-    """A run that is read at once when its files have changed."""
+def unpaced(folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None = None) -> WatchedRun:
+    """A run, or a policy of it, that is read at once when its files have changed."""
     for name in ("monotonic", "thread_time"):
         monkeypatch.setattr(watch, name, lambda: 0.0)
-    return WatchedRun(folder)
+    return WatchedRun(folder, policy)
+
+
+def test_one_of_several_policies_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policies = {"policies": {"code": {"tags": ["code"]}, "math": {"tags": ["math"]}}}
+    folder = write_run(tmp_path, steps=3, spoil=of_policies, status=None, config=policies)
+    watched = unpaced(folder, monkeypatch, "math")
+    assert payload(watched.page())["runs"][0]["name"] == "small: math"
+    append(folder, row(4) | {"code/rollout/reward_mean": 0.25, "math/rollout/reward_mean": 0.5})
+    news = watched.changes(1, 0, 3, 0)["series"]
+    assert news["step"] == [4] and news["data"]["rollout/reward_mean"] == [0.5]
+    assert main(["watch", str(folder), "--policy", "art"]) == 2
+    assert "--policy: art: the policies are code, math" in " ".join(capsys.readouterr().err.split())
 
 
 EVENTS: dict[str, tuple[Callable[[Path], object], str, list[int] | None]] = {
