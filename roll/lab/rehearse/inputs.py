@@ -12,6 +12,7 @@ from roll.base.errors import ConfigError, RunError, unreachable
 from roll.configs.agentic import AgenticConfig
 from roll.configs.arguments import DataArguments
 from roll.configs.environments import CustomEnvConfig
+from roll.configs.learning.lora import policy_of
 from roll.configs.pipeline import BaseConfig, PreferenceConfig, RLConfig, RLVRConfig, SFTConfig
 from roll.configs.scoring.built_in_rewards import built_in_of
 from roll.configs.scoring.rewards import rewards_of
@@ -140,7 +141,6 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
     """
     args: DataArguments = getattr(config, role).data_args
     absent = [name for name in args.file_name if not local_file(name).is_file() or unreachable(local_file(name))]
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
     count = max(1, rows // max(1, len(args.file_name)))
     folder.mkdir(parents=True, exist_ok=True)
     lengths: list[tuple[int, int]] = []
@@ -148,14 +148,21 @@ def write_data(config: BaseConfig, role: str, tokenizer: PreTrainedTokenizerBase
     for number, (name, file) in enumerate(zip(args.file_name, files, strict=True)):
         records = _stand_ins(config, args, file, number, count) if absent else read_records(name, limit=SCANNED_ROWS)
         measured = _token_lengths(config, args, records, tokenizer)
-        scorers = ["+".join(rewards_of(rewards, tag_of(record, args))) for record in records]
-        chosen = choose_rows([max(pair) for pair in measured], scorers, count)
+        chosen = choose_rows([max(pair) for pair in measured], [_kind(config, args, each) for each in records], count)
         lengths += [measured[index] for index in chosen]
         lines = [json.dumps(records[index].row, ensure_ascii=False, default=str) + "\n" for index in chosen]
         file.write_text("".join(lines), encoding="utf-8")
     reason = f"{absent[0]} is not on this machine: stand-in rows" if absent else "the first rows of its own files"
     prompts, examples = zip(*lengths, strict=True)
     return RoleData([str(file) for file in files], max(prompts), max(examples), reason)
+
+
+def _kind(config: BaseConfig, args: DataArguments, record: Record) -> str:
+    """What scores a row and which of several policies learns from it."""
+    if not isinstance(config, RLVRConfig):
+        return ""
+    tag = tag_of(record, args)
+    return "+".join([*rewards_of(config.rewards, tag), policy_of(config.policies, tag) or ""])
 
 
 def choose_rows(tokens: Sequence[int], kinds: Sequence[str], count: int) -> list[int]:
@@ -172,9 +179,10 @@ def choose_rows(tokens: Sequence[int], kinds: Sequence[str], count: int) -> list
 
 
 def _stand_ins(config: BaseConfig, args: DataArguments, file: Path, salt: int, count: int) -> list[Record]:
-    """Rows with sums of two digits in the columns of the recipe: some for every tag that a reward scores."""
-    rewards = config.rewards if isinstance(config, RLVRConfig) else {}
-    tags = [tag for reward in rewards.values() for tag in reward.tag_included or ["math_rule"]] or ["math_rule"]
+    """Rows with sums of two digits in the columns of the recipe: some for every tag of a policy or of a reward."""
+    rewards, policies = (config.rewards, config.policies) if isinstance(config, RLVRConfig) else ({}, {})
+    tags = [tag for policy in policies.values() for tag in policy.tags]
+    tags = tags or [tag for reward in rewards.values() for tag in reward.tag_included or ["math_rule"]] or ["math_rule"]
     records = []
     for number in range(max(count, len(tags))):
         first, second, tag = number % 7 + 1, (3 * number + salt) % 3, tags[number % len(tags)]

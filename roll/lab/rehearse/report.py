@@ -60,7 +60,8 @@ def findings(recipe: BaseConfig, small: BaseConfig, placement: Placement, runs: 
     yield from [_placement(role, recipe, placement) for role in placement.layouts]
     yield _steps(small, first)
     if isinstance(small, RLConfig):
-        yield from [_weight_updates(first), _policy(small, first), _schedule(small, first)]
+        yield from [_weight_updates(first), *(_policy(small, first, name) for name in _policies(small))]
+        yield _schedule(small, first)
     if isinstance(small, RLVRConfig):
         yield from _rewards(small, first)
     elif isinstance(small, AgenticConfig):
@@ -116,7 +117,8 @@ def _steps(small: BaseConfig, run: RunRecord) -> Part:
     done = sum(line["step"] > 0 for line in run.lines)
     accumulation = small.actor_train.training_args.gradient_accumulation_steps
     detail = f"{done} of {small.max_steps}, each of {format_count(small.optimizer_steps_per_batch, 'optimizer step')}"
-    detail += f" of {accumulation} micro-batches a rank; gradient norm {_joined(run.values('actor/grad_norm'))}"
+    norms = [norm for name in _policies(small) for norm in run.values(f"{name}actor/grad_norm")]
+    detail += f" of {accumulation} micro-batches a rank; gradient norm {_joined(norms)}"
     return Part("training steps", run.finished and done == small.max_steps, detail)
 
 
@@ -127,7 +129,12 @@ def _weight_updates(run: RunRecord) -> Part:
     return Part("weight updates", bool(verified) and all(verified), detail)
 
 
-def _policy(small: RLConfig, run: RunRecord) -> Part:
+def _policies(small: BaseConfig) -> list[str]:
+    """What the metrics of each policy begin with: nothing, unless there are several."""
+    return [f"{name}/" for name in getattr(small, "policies", {})] or [""]
+
+
+def _policy(small: RLConfig, run: RunRecord, name: str) -> Part:
     options = {
         f"pg_variant {small.actor_train.pg_variant}": True,
         f"adv_estimator {small.adv_estimator}": True,
@@ -135,11 +142,11 @@ def _policy(small: RLConfig, run: RunRecord) -> Part:
         "KL in the reward": small.add_token_level_kl,
         "off-policy correction": small.correction.active,
     }
-    losses, learned = run.values("actor/loss"), any(run.values("actor/grad_norm"))
+    losses, learned = run.values(f"{name}actor/loss"), any(run.values(f"{name}actor/grad_norm"))
     detail = f"{_joined(name for name, used in options.items() if used)}; loss {_joined(losses)}"
     if losses and not learned:
         detail += "; no gradient, since all scores of a group were equal: try more --steps"
-    return Part("policy loss", bool(losses) and learned, detail)
+    return Part(f"policy loss {name}".strip(" /"), bool(losses) and learned, detail)
 
 
 def _schedule(small: RLConfig, run: RunRecord) -> Part:

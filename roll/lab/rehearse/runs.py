@@ -75,7 +75,7 @@ def run_twice(config: Path, folder: Path, modules: Path, steps: int, say: Say) -
 
 
 def _run(command: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord:
-    poll, samples = _progress(folder / METRICS_FILE, say), folder / "samples"
+    poll = _progress(folder / METRICS_FILE, say)
     code = run_process(command, log, variables=OFFLINE, poll=poll)
     poll()
     summary = (read_run_json(folder) or {}).get("summary") or {}
@@ -83,9 +83,18 @@ def _run(command: Sequence[str], folder: Path, log: Path, say: Say) -> RunRecord
         code == 0 and summary.get("status") == "finished",
         read_metrics(folder / METRICS_FILE),
         [int(path.name.removeprefix("step-")) for path in CheckpointManager(folder / FOLDER, 0).complete()],
-        {step: read_samples(samples, step) for step in dumped_steps(samples)},
+        _samples(folder / "samples"),
         [path.name for path in folder.glob("*")],
     )
+
+
+def _samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Samples by step; several policies have a folder each."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for each in [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]:
+        for step in dumped_steps(each):
+            found.setdefault(step, []).extend(read_samples(each, step))
+    return found
 
 
 def _progress(file: Path, say: Say) -> Callable[[], None]:

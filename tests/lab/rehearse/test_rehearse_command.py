@@ -134,6 +134,15 @@ def test_devices_that_are_shared_only_here_are_not_exercised(tmp_path: Path) -> 
     assert "not exercised: devices apart from actor_infer" in printed(tables(list(found.values()), []))
 
 
+def test_each_of_several_policies_has_to_learn(tmp_path: Path) -> None:
+    tree = yaml.safe_load(RLVR) | {"policies": {"one": {"tags": ["math"]}, "two": {"tags": ["code"]}}}
+    tree["actor_train"]["model_args"] = {"lora_target": "all-linear", "lora_rank": 4}
+    lines = [{"step": 1, "one/actor/loss": 0.1, "one/actor/grad_norm": 0.5, "two/actor/loss": 0.0}]
+    found = report_of(tmp_path, tree, "math", "code")(record(lines=lines))
+    assert found["policy loss one"].passed and not found["policy loss two"].passed
+    assert found["training steps"].detail.endswith("gradient norm 0.5")
+
+
 def printed(view: Any) -> str:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))
     console.print(view)

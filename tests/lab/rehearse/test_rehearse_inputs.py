@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from roll.base.errors import RunError
+from roll.configs.learning.lora import PolicyArguments
 from roll.configs.pipeline import RLVRConfig
 from roll.configs.scoring.built_in_rewards import BUILT_IN
 from roll.configs.scoring.rewards import RewardConfig
@@ -133,6 +134,17 @@ def test_stand_in_rows_have_the_columns_of_the_recipe_and_every_tag(tmp_path: Pa
     for prompt in prompts:
         first, second = (prompt.question.text or "").rstrip("=").split("+")
         assert int(first) + int(second) == int(prompt.ground_truth) < 10
+
+
+@pytest.mark.parametrize("file", [None, "/nowhere/problems.jsonl"], ids=["own rows", "stand-in rows"])
+def test_every_policy_gets_rows(file: str | None, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": "1 + 1 = ?", "ground_truth": "2", "tag": "b" if n == 50 else "a"} for n in range(60)
+    ]
+    config = rlvr_config(file or write_rows(tmp_path, rows))
+    config.policies = {"one": PolicyArguments(tags=["a"]), "two": PolicyArguments(tags=["b"])}
+    data = write_data(config, "actor_train", stand_in_tokenizer(family_named("qwen2")), tmp_path / "data", 8)
+    assert {prompt.tag for prompt in load_prompts(data.files, config.actor_train.data_args)} == {"a", "b"}
 
 
 def test_stand_in_pairs_of_sft_have_answers(tmp_path: Path) -> None:
