@@ -19,7 +19,8 @@ GRADIENT = {"learning_rate": 1e3, "adam_epsilon": 1e3, "weight_decay": 0.0}
 
 BALANCE = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05}
 
-ADAM = {"learning_rate": 1e-3, "weight_decay": 0.0}
+ADAM = {"learning_rate": 1e-3, "adam_epsilon": 1e-5, "weight_decay": 0.0}
+"""With the usual epsilon a gradient that is zero but for rounding moves its weight by a whole step, up or down."""
 
 
 def run(context: RankContext) -> None:

@@ -29,6 +29,9 @@ SIZE = 4
 STRATEGIES = 40
 """Most that one scenario builds; each has a port of its own."""
 
+MOST_THREADS = 600
+"""Of a process after a scenario: a strategy that is not freed keeps the 32 threads of its process groups awake."""
+
 
 class RankFailed(AssertionError):
     """A rank raised or ran out of time; the message is its traceback."""
@@ -271,4 +274,6 @@ def _run_scenario(scenario: str, context: RankContext) -> dict[str, Any]:
     finally:
         leave_process_group()
         gc.collect()
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads <= MOST_THREADS, f"{threads} threads are left: strategies or their groups are not freed"
     return context.results

@@ -166,6 +166,8 @@ class MegatronInferStrategy:
 
     def shutdown(self) -> None:
         """Leaves the process group, so that this process can join another."""
+        for stage in self.stages:
+            _forget_graphs(stage)
         leave_process_group()
 
     def _set_up(self) -> None:
@@ -252,6 +254,19 @@ def join_process_group(
         create_gloo_process_groups=platform.collective_backend != "gloo",
     )
     return layout.coordinates(rank)
+
+
+def _forget_graphs(stage: torch.nn.Module) -> None:
+    """Drops the tensors that token dispatchers keep of their last forward pass.
+
+    Their graph refers to the weights, and so to the model and its process groups: a cycle through nodes of autograd,
+    which Python never frees.
+    """
+    for module in stage.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            kept = [name for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)]
+            vars(dispatcher).update(dict.fromkeys(kept))
 
 
 def leave_process_group() -> None:
