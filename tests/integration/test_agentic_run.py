@@ -156,7 +156,7 @@ def test_trajectories_run_ahead_and_environments_that_fail_are_not_learned_from(
         old_log_probs_source="recompute",
         actor_train__pg_variant="tis",
         train_env_manager={"group_size": GROUP, "group_size_redundancy": 1, "num_env_groups": GROUPS},
-        env_step_timeout_s=3.0,
+        env_step_timeout_s=15.0,
         eval_steps=0,
         verify_weights="always",
         **GAE,
