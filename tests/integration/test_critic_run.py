@@ -37,8 +37,8 @@ def test_the_critic_begins_at_0_and_learns_to_predict(unbroken):
     steps = lines(unbroken)
     assert len(steps) == STEPS
     assert steps[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-6)
-    early, late = ([line["critic/explained_variance"] for line in part] for part in (steps[:5], steps[-5:]))
-    assert sum(late) / 5 > max(0.05, sum(early) / 5)
+    early, late = (max(line["critic/explained_variance"] for line in part) for part in (steps[:5], steps[-5:]))
+    assert late > max(0.05, early), "the best of five steps, since the policy moves on between them"
     for line in steps:
         assert line["critic/grad_norm"] > 0 and line["critic/lr"] == 3e-3
         assert 0 <= line["critic/clip_fraction"] <= 1
