@@ -53,11 +53,11 @@ def turns_of(row: dict[str, Any]) -> list[tuple[float, ...]]:
 
 
 def check_sampled(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Every answer that is learned from is one that an engine generated, and none is twice."""
+    """Every answer that is learned from is one that an engine generated, and none more often than it was generated."""
     engine = [json.loads(line) for line in generated_by(folder / "run", 0).read_text().splitlines()]
     generated = Counter(tuple(torch.tensor(each).tolist()) for each in engine)
     learned = Counter(each for row in rows for each in turns_of(row))
-    assert not learned - generated and max(learned.values()) == 1
+    assert learned and not learned - generated
 
 
 def check_recomputed(rows: list[dict[str, Any]], model: str) -> None:
