@@ -48,6 +48,9 @@ LONG = 1500
 
 RATIO = 2
 
+ROUNDING = 1e-4
+"""Above the difference of two fp32 engines, which depends on the processor: up to 2.4e-5; of other adapters, 0.8."""
+
 
 @dataclass
 class World:
@@ -159,8 +162,8 @@ def test_log_probs_are_those_of_the_trainer_after_each_update(world: World, engi
         requests = requests_of(world)
         answers = answers_of(start(world, requests, engine))
         assert {version for answer in answers for version in answer.versions} == {world.version}
-        assert disagreement(world, requests, answers) < 1e-5
-        assert (disagreement(world, requests, answers, base=True) < 1e-5) == (seed == 0)
+        assert disagreement(world, requests, answers) < ROUNDING
+        assert (disagreement(world, requests, answers, base=True) < ROUNDING) == (seed == 0)
 
 
 def test_requests_of_three_versions_run_at_once_and_each_keeps_its_own(world: World) -> None:
@@ -176,7 +179,7 @@ def test_requests_of_three_versions_run_at_once_and_each_keeps_its_own(world: Wo
         assert [len(answer.response_ids) for answer in answers] == [LONG] * len(answers)
         for other in (1, 2, 3):
             world.train.call(ALL, FaultyWorker.set_adapters, other).get()
-            assert (disagreement(world, requests, answers) < 2e-5) == (other == seed)
+            assert (disagreement(world, requests, answers) < ROUNDING) == (other == seed)
 
 
 def loaded(report: UpdateReport) -> float:
@@ -241,7 +244,7 @@ def test_an_engine_serves_the_version_before_where_a_load_fails(
     requests = requests_of(world)
     answers = answers_of(start(world, requests))
     assert {version for answer in answers for version in answer.versions} == {before}
-    assert disagreement(world, requests, answers) < 1e-5
+    assert disagreement(world, requests, answers) < ROUNDING
     update(world, 2)
 
 
@@ -271,7 +274,7 @@ def test_a_started_engine_refuses_requests_until_it_gets_the_newest_version(worl
     requests = requests_of(world)
     answers = answers_of(start(world, requests))
     assert {version for answer in answers for version in answer.versions} == {world.version}
-    assert disagreement(world, requests, answers) < 1e-5
+    assert disagreement(world, requests, answers) < ROUNDING
 
 
 def test_engines_that_a_trainer_leaves_have_none_of_its_adapters(world: World) -> None:
@@ -283,4 +286,4 @@ def test_engines_that_a_trainer_leaves_have_none_of_its_adapters(world: World) -
     world.synchronizers["actor_infer"]._packed = None
     asyncio.run(world.synchronizers["actor_infer"].update_weights(world.version))
     requests = requests_of(world)
-    assert disagreement(world, requests, answers_of(start(world, requests))) < 1e-5
+    assert disagreement(world, requests, answers_of(start(world, requests))) < ROUNDING
