@@ -29,6 +29,7 @@ from roll.report.read import DIED, ENDED, WAITING, Run, of_policy, read_run
 from roll.report.samples import step_groups, token_pieces
 from roll.report.text import static_text, text
 from roll.tools.terminal import integer, option_error
+from roll.trackers.files import RUN_FILE
 
 LOOPBACK = "127.0.0.1"
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the port cannot be used, or the run has no such policy.
     """
-    if arguments.policy and arguments.run.is_dir():
+    if arguments.policy and (arguments.run / RUN_FILE).is_file():  # it may be started before the run
         of_policy(read_run(arguments.run), arguments.policy)
     try:
         server = WatchServer(arguments.run, arguments.port, arguments.policy)

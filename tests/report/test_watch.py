@@ -127,6 +127,11 @@ def test_one_of_several_policies_is_followed(
     assert "--policy: art: the policies are code, math" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_policy_is_watched_before_its_run_has_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WatchServer, "serve_forever", lambda _: None)
+    assert main(["watch", str(tmp_path), "--policy", "math"]) == 0
+
+
 EVENTS: dict[str, tuple[Callable[[Path], object], str, list[int] | None]] = {
     "finishes": (lambda run: write_run(run, steps=3), "live_ended", []),
     "dies": (lambda run: (run / "health.json").write_text('{"status": "running", "valid_until": 1.0}'), "f_died", []),

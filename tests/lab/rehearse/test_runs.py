@@ -24,6 +24,9 @@ if fails == "first" or (fails == "second" and resumed):
     sys.exit('File "/home/me/my_rewards.py", line 3, in score')
 for step in [2] if resumed else [0, 1, 2]:
     metrics.log(step, {"rollout/reward_mean": step + 10.0 * resumed})
+    for policy in ("one", "two"):
+        (folder / "samples" / policy).mkdir(parents=True, exist_ok=True)
+        (folder / "samples" / policy / f"step-00000{step}.jsonl").write_text(json.dumps({"id": policy}))
     (folder / "checkpoints" / f"step-00000{step}").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoints" / f"step-00000{step}" / "COMPLETE").touch()
 metrics.close()
@@ -47,6 +50,7 @@ def test_the_second_run_resumes_and_repeats_the_last_step(tmp_path: Path, said: 
     first, second = rehearse(tmp_path, said)
     assert first.finished and second.finished
     assert [line["step"] for line in second.lines] == [0, 1, 2]
+    assert [sample["id"] for sample in first.samples[2]] == ["one", "two"], "policies have a folder each"
     assert said == [
         "before the first step: reward 0",
         "step 1: reward 1",
