@@ -48,7 +48,7 @@ LONG = 1500
 
 RATIO = 2
 
-ROUNDING = 1e-4
+ROUNDING = 5e-5
 """Above the difference of two fp32 engines, which depends on the processor: up to 2.4e-5; of other adapters, 0.8."""
 
 
